@@ -1,0 +1,1 @@
+"""Settings: TOML files, `--set`, environment; the one door to the environment."""

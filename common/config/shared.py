@@ -1,0 +1,106 @@
+"""Tables that more than one service reads."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from common.config.loading import Table
+
+# A UNIX socket's path has at most 107 bytes; the longest name in a run directory is this long.
+_LONGEST_SOCKET_NAME = len("/target-99.sock")
+
+
+def _short_enough(directory: Path) -> Path:
+    length = len(str(directory.absolute()).encode()) + _LONGEST_SOCKET_NAME
+    if length > 107:
+        raise ValueError(
+            f"its sockets would have paths of {length} bytes, expected at most 107; "
+            f"choose a shorter run.directory"
+        )
+    return directory
+
+
+RunDirectory = Annotated[Path, AfterValidator(_short_enough)]
+
+
+class RunTable(Table):
+    """[run]: identity and place of a run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,40}$")
+    """Name of the run; part of the names of its segments."""
+    directory: RunDirectory = Path("runs/run")
+    """Where sockets, logs, metrics, checkpoints and evaluations go."""
+    seed: int = 0
+    """Seed of data order, anchors and initial weights."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where target and drafter run."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of each model process; 0 lets torch decide."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level that is written to the logs."""
+
+
+class TargetTable(Table):
+    """[target]: the frozen model whose distribution the drafter learns."""
+
+    model: str
+    """A model folder, a GGUF file, or a hub id that is in the local cache."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Element type of the target's weights."""
+    target_layer_ids: tuple[int, ...] = ()
+    """0-based decoder layers whose output is kept; empty: `num_aux_layers` spread evenly."""
+    num_aux_layers: int = Field(default=5, ge=1)
+    """How many layers to keep where `target_layer_ids` is empty."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking."""
+    mask_token_id: int = -1
+    """Token id of the drafter's mask slots; -1: the first row behind the tokenizer's last id."""
+
+
+class RingTable(Table):
+    """[ring]: the ring between a target server and its workers."""
+
+    transport: Literal["auto", "host", "cuda_ipc"] = "auto"
+    """Where slots live; auto chooses and says why in /status."""
+    num_slots: int = Field(default=8, ge=1, le=4096)
+    """Depth of the ring."""
+    capacity: int = Field(default=2, ge=1, le=64)
+    """Rows a worker can hold at once (its staging buffers)."""
+    heartbeat_seconds: float = Field(default=0.5, gt=0)
+    """Interval of a session's heartbeats."""
+    session_timeout_seconds: float = Field(default=10.0, gt=0)
+    """Silence after which a session is dead."""
+    lease_seconds: float = Field(default=10.0, gt=0)
+    """A lease that no heartbeat renews for this long expires."""
+    lease_max_seconds: float = Field(default=60.0, gt=0)
+    """A lease is never renewed past this age."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Deliveries of a row to a group before it is poison."""
+    resume_wait_seconds: float = Field(default=5.0, ge=0)
+    """How long a dead session's rows wait for its successor before they are captured again."""
+    checksum_payload: bool = False
+    """Whether each slot's payload carries an xxh3 checksum that readers verify."""
+
+
+class GroupTable(Table):
+    """[groups.<name>]: one drafter under training."""
+
+    policy: Literal["wait", "skip"] = "wait"
+    """What happens to a row that the group does not take in time."""
+    group_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long `skip` waits for the group."""
+
+
+class ControlPlaneTable(Table):
+    """[control_plane]: HTTP address and heartbeats."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=8765, ge=0, le=65535)
+    """HTTP port; 0 picks a free one, which `<run_dir>/control.json` then names."""
+    heartbeat_seconds: float = Field(default=0.5, gt=0)
+    """Interval of the services' heartbeats to the control plane."""
+
+
+Groups = dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], GroupTable]

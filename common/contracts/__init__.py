@@ -1,0 +1,1 @@
+"""Frozen records for everything that crosses a process border, and their codec."""

@@ -1,0 +1,179 @@
+"""Messages between every service and the control plane, over `<run_dir>/control.sock`.
+
+Services register, then send heartbeats that carry a whole report each; commands ride in the
+replies. Reports are absolute, so the control plane rebuilds its state from heartbeats after a
+restart, and a lost message costs one interval.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.contracts.codec import Decoder
+from common.contracts.record import Record
+from common.contracts.ring_messages import U64, Count, Name
+
+ServiceKind = Literal["target_server", "drafter_worker", "evaluator"]
+Phase = Literal[
+    "starting", "loading", "compiling", "running", "waiting", "draining", "paused", "done", "failed"
+]
+
+
+class GroupAccount(Record):
+    """One group's accounts at a ring's owner (rule R6):
+    published = released + poison + skipped + in the ring."""
+
+    group: Name
+    published: Count
+    released: Count
+    poison: Count
+    skipped: Count
+    in_ring: Count
+    consumed: Count
+    committed: Count
+    requeued: Count
+    recaptured: Count
+    poison_late: Count
+
+
+class RingReport(Record):
+    """The state of one ring, by its owner."""
+
+    ring_epoch: U64
+    transport: Literal["host", "cuda_ipc", "memory"]
+    transport_reason: str
+    num_bytes: Count
+    slots: dict[str, int]
+    """Slots by state."""
+    deliveries: dict[str, int]
+    """Deliveries by state, over all groups."""
+    oldest_lease_seconds: float
+    groups: tuple[GroupAccount, ...]
+    stale_calls: dict[str, int]
+    """Late, foreign or repeated calls that did nothing, by call."""
+    refused_messages: dict[str, int]
+    """Messages dropped by reason."""
+    reclaimed: dict[str, int]
+    """Leases taken back, by reason."""
+
+
+class TargetReport(Record):
+    """What a target server says of itself."""
+
+    kind: Literal["target"] = "target"
+    target: str
+    total_rows: Count | None
+    """Rows of the whole run where the data has been counted, else None."""
+    captured_tokens: Count
+    capture_seconds: float
+    blocked_seconds: float
+    tokens_per_second: float
+    skipped_samples: dict[str, int]
+    """Samples that were not used, by reason."""
+    checks: dict[str, str]
+    """Start-up checks and their results."""
+    ring: RingReport | None
+
+
+class WorkerReport(Record):
+    """What a drafter worker says of itself."""
+
+    kind: Literal["worker"] = "worker"
+    group: Name
+    index: Count
+    device: str
+    gpu_uuid: str
+    step: Count
+    trained_rows: Count
+    trained_tokens: Count
+    tokens_per_second: float
+    loss: float | None
+    acceptance_rate_at: tuple[float, ...]
+    """Teacher-forced accuracy at each draft position, first to last."""
+    accepted_prefix_length: float | None
+    learning_rate: float
+    gradient_norm: float | None
+    starved_seconds: float
+    step_seconds: float
+    """Median of the last steps."""
+    last_step_age_seconds: float | None
+    recompiles: Count
+    graph_replays: Count
+    memory_bytes: Count
+    checkpoint: str
+    """Path of the last checkpoint, or empty."""
+
+
+class EvaluationResult(Record):
+    """Acceptance of one checkpoint, measured by decoding with the target."""
+
+    checkpoint: str
+    step: Count
+    num_prompts: Count
+    acceptance_length: float
+    replay_acceptance_length: float
+    acceptance_rate_at: tuple[float, ...]
+    speedup: float
+    num_float_ties: Count
+    num_mismatches: Count
+
+
+class EvaluatorReport(Record):
+    """What an evaluator says of itself."""
+
+    kind: Literal["evaluator"] = "evaluator"
+    num_done: Count
+    num_total: Count
+    results: tuple[EvaluationResult, ...]
+
+
+Report = Annotated[TargetReport | WorkerReport | EvaluatorReport, Field(discriminator="kind")]
+
+
+class ServiceHeartbeat(Record):
+    """One service instance's whole state, with a rising number; the first one registers it."""
+
+    service: ServiceKind
+    instance: Name
+    session: U64
+    number: Count
+    run: Name
+    pid: Count
+    host: str
+    phase: Phase
+    detail: str
+    """One line for people: what it does, or why it failed."""
+    progress: Count
+    """Rises with each unit of work; the watchdog looks at this, not at liveness."""
+    report: Report | None
+    errors: tuple[str, ...] = ()
+
+
+class ServiceGoodbye(Record):
+    """The instance ends on purpose; `exit_code` 0 is a clean end."""
+
+    service: ServiceKind
+    instance: Name
+    session: U64
+    exit_code: int
+    reason: str
+
+
+class Command(Record):
+    """Something the service is asked to do; repeated until a heartbeat shows it done."""
+
+    name: Literal["pause", "resume", "drain", "stop", "checkpoint"]
+    number: Count
+
+
+class ServiceReply(Record):
+    """Answer to a heartbeat."""
+
+    session: U64
+    number: Count
+    heartbeat_seconds: float
+    commands: tuple[Command, ...]
+
+
+CONTROL_PLANE_DECODER = Decoder(ServiceHeartbeat, ServiceGoodbye)
+SERVICE_DECODER = Decoder(ServiceReply)

@@ -1,0 +1,147 @@
+"""Messages between a ring's owner (target server) and its consumers (drafter workers).
+
+The owner's ROUTER binds `target-<i>.sock`; each worker has one DEALER a ring. Capacity is absolute,
+a descriptor grants the lease it names, and every record repeats what it takes to act on it alone,
+so that a lost, duplicated or reordered message heals itself (rules R2 to R8).
+
+    worker -> owner   Hello  Heartbeat  Release  Nack  Bye
+    owner -> worker   Welcome  Descriptor  Pulse  Refused
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.contracts.codec import Decoder
+from common.contracts.record import Record
+from common.contracts.rows import RowSchema, Split
+from common.contracts.sequences import Sequence, SequenceSet
+
+U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class LeaseRef(Record):
+    """Names one lease: acts only if all of it matches the slot's current lease (R2)."""
+
+    slot: Count
+    generation: Count
+    lease_id: Count
+
+
+class SegmentRef(Record):
+    """Where the slots of a ring are."""
+
+    backing: Literal["host", "cuda_ipc", "memory"]
+    name: str
+    num_bytes: Count
+    num_slots: Count
+    owner_pid: Count
+    gpu_uuid: str = ""
+    handle: bytes = b""
+
+
+class Hello(Record):
+    """A worker's session begins, or begins again after a ring_epoch ended."""
+
+    worker_id: Name
+    session: U64
+    number: Count
+    group: Name
+    capacity: Count
+    pid: Count
+    consumed: SequenceSet
+    committed: SequenceSet
+    wants_held_out: bool = False
+
+
+class Heartbeat(Record):
+    """What a session holds and has done, absolute, with a rising number."""
+
+    ring_epoch: U64
+    session: U64
+    number: Count
+    capacity: Count
+    held: tuple[LeaseRef, ...]
+    consumed: SequenceSet
+    committed: SequenceSet
+
+
+class Release(Record):
+    """The copy is done and the slot may be reused; the row is not consumed by this (R8)."""
+
+    ring_epoch: U64
+    session: U64
+    lease: LeaseRef
+
+
+class Nack(Record):
+    """The lease ends without a copy; the row goes back to READY."""
+
+    ring_epoch: U64
+    session: U64
+    lease: LeaseRef
+    reason: Literal["torn", "corrupt", "stopping"]
+
+
+class Bye(Record):
+    """The session ends on purpose, after its last commit."""
+
+    ring_epoch: U64
+    session: U64
+    committed: SequenceSet
+
+
+class Welcome(Record):
+    """Answer to Hello: where the slots are and how rows look."""
+
+    ring_epoch: U64
+    session: U64
+    segment: SegmentRef
+    row_schema: RowSchema
+    heartbeat_seconds: float
+    lease_seconds: float
+
+
+class Descriptor(Record):
+    """A published row; sending it grants the lease it names."""
+
+    ring_epoch: U64
+    session: U64
+    lease: LeaseRef
+    sequence: Sequence
+    split: Split
+    attempt: Count
+    used_tokens: Count
+    num_bytes: Count
+    token_hash: U64
+
+
+class Pulse(Record):
+    """Answer to every heartbeat: the stream's state, repeated (R7)."""
+
+    ring_epoch: U64
+    session: U64
+    number: Count
+    settled_below: Sequence
+    """Every sequence under this one is committed, skipped or poison in the worker's group."""
+    last_sequence: Sequence | None
+    """Set once the stream has ended: the last sequence of the run."""
+    is_settled: bool
+    """Nothing of the group can return unless a session dies: time to commit (R7)."""
+    is_drained: bool
+    """Every row of the group is released, skipped or poison, and committed (R7, R8)."""
+
+
+class Refused(Record):
+    """The owner does not serve this session, and why."""
+
+    ring_epoch: U64
+    session: U64
+    kind: Literal["unknown_session", "unknown_group", "ended_session"]
+    reason: str
+
+
+OWNER_DECODER = Decoder(Hello, Heartbeat, Release, Nack, Bye)
+WORKER_DECODER = Decoder(Welcome, Descriptor, Pulse, Refused)

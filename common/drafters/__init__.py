@@ -1,0 +1,1 @@
+"""Drafters, one folder each, with the same file names inside."""

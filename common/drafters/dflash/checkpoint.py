@@ -1,0 +1,139 @@
+"""The z-lab layout: `config.json` and `model.safetensors`, loadable by serving engines as it is.
+
+Both places of `rope_theta` and of `block_size` are written, mask id and layer ids are explicit, and
+no `causal` key is: engines would read it for every layer. Layer ids are 0-based decoder layers
+whose output is taken (vLLM and speculators count the same layer as id + 1).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
+from common.drafters.dflash.model import DFlashDrafter
+from common.errors import CheckpointError
+
+ARCHITECTURE = "DFlashDraftModel"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def write_drafter(directory: Path, state: dict[str, Tensor], spec: DrafterSpec) -> None:
+    """Write the servable files into an existing directory, weights in bfloat16."""
+    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()}
+    for name, value in weights.items():
+        if not torch.isfinite(value).all():
+            raise CheckpointError(f"tensor {name!r} holds NaN or infinity; {directory} is not written")
+    save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(drafter_config(spec), indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def drafter_config(spec: DrafterSpec) -> dict[str, Any]:
+    """Return config.json as readers of every engine need it."""
+    sliding = SLIDING_ATTENTION in spec.layer_types
+    rope = dict(spec.rope_parameters)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "block_size": spec.block_size,
+        "num_target_layers": spec.num_target_layers,
+        "dflash_config": {
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.target_layer_ids),
+            "block_size": spec.block_size,
+        },
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": list(spec.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": spec.sliding_window if sliding else None,
+        "max_window_layers": spec.num_layers,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "dtype": "bfloat16",
+    }
+
+
+def read_spec(directory: Path) -> DrafterSpec:
+    """Return the spec of a checkpoint, refusing what is missing rather than guessing it."""
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {str(directory)!r}: {CONFIG_FILE}: {error}") from error
+    try:
+        return _spec_of(config)
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r}: {CONFIG_FILE} lacks {error}; write it, nothing is guessed"
+        ) from error
+
+
+def read_drafter(directory: Path, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
+    """Return the drafter of a checkpoint, every tensor matched by name and shape."""
+    spec = read_spec(directory)
+    drafter = DFlashDrafter(spec)
+    load_state(drafter, directory)
+    return drafter.to(device, dtype).eval().requires_grad_(requires_grad=False)
+
+
+def load_state(drafter: DFlashDrafter, directory: Path) -> None:
+    """Copy a checkpoint's weights into a drafter; name each tensor that does not match."""
+    try:
+        weights = load_file(directory / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {str(directory)!r}: {WEIGHTS_FILE}: {error}") from error
+    own = drafter.state_dict()
+    wrong = sorted(set(own) ^ set(weights))
+    wrong += [
+        f"{name} got {tuple(weights[name].shape)} expected {tuple(own[name].shape)}"
+        for name in sorted(set(own) & set(weights))
+        if weights[name].shape != own[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"checkpoint {str(directory)!r} does not fit the drafter: {', '.join(wrong)}")
+    drafter.load_state_dict(weights)
+
+
+def _spec_of(config: dict[str, Any]) -> DrafterSpec:
+    inner = config["dflash_config"]
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return DrafterSpec(
+        num_layers=config["num_hidden_layers"],
+        block_size=inner["block_size"] if "block_size" in inner else config["block_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_parameters=rope,
+        max_position_embeddings=config["max_position_embeddings"],
+        num_target_layers=config["num_target_layers"],
+        target_layer_ids=tuple(inner["target_layer_ids"]),
+        mask_token_id=inner["mask_token_id"],
+        layer_types=tuple(config["layer_types"]),
+        sliding_window=config["sliding_window"] or 0,
+        loss_decay_gamma=0.0,
+    )

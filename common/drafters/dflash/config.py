@@ -1,0 +1,157 @@
+"""[drafter] table and the resolved shape of a DFlash drafter. No torch."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from common.config.loading import Table
+from common.errors import ConfigError
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+
+
+class DrafterTable(Table):
+    """[drafter]: shape, start and objective of the drafter."""
+
+    algorithm: Literal["dflash"] = "dflash"
+    """Which drafter of `common/drafters`."""
+    num_layers: int = Field(default=5, ge=1)
+    """Decoder layers of the drafter."""
+    block_size: int = Field(default=16, ge=2, le=64)
+    """S: slots of a block, the anchor's included."""
+    num_anchors: int = Field(default=512, ge=1)
+    """A: anchors drawn from each row."""
+    loss_decay_gamma: float = Field(default=7.0, ge=0)
+    """Slot k weighs exp(-(k - 1) / gamma); 0 weighs all slots alike."""
+    init: Literal["random", "target_layers"] = "random"
+    """Initial weights: random, or the target's last layers, final norm and last feature."""
+    intermediate_size: int = Field(default=0, ge=0)
+    """Width of the MLP; 0 takes the target's."""
+    num_heads: int = Field(default=0, ge=0)
+    """Query heads; 0 takes the target's."""
+    num_kv_heads: int = Field(default=0, ge=0)
+    """Key and value heads; 0 takes the target's."""
+    head_dim: int = Field(default=0, ge=0)
+    """Width of a head; 0 takes the target's."""
+    sliding_window: int = Field(default=0, ge=0)
+    """W: context reach of sliding layers; 0 makes every layer full."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers that stay full where `sliding_window` is set."""
+    loss_chunk_rows: int = Field(default=1024, ge=1)
+    """Rows of the head's product that exist at once."""
+    compile: bool = True
+    """Compile the step with torch.compile; needed on CUDA."""
+    cuda_graphs: bool = True
+    """Capture the step in CUDA graphs; used on CUDA."""
+
+    @model_validator(mode="after")
+    def _windows_agree(self) -> "DrafterTable":
+        if self.full_attention_layers and not self.sliding_window:
+            raise ValueError(
+                "full_attention_layers is set and sliding_window is 0: set a window, or drop it"
+            )
+        outside = [layer for layer in self.full_attention_layers if layer >= self.num_layers]
+        if outside:
+            raise ValueError(f"full_attention_layers {outside} are not under {self.num_layers}")
+        return self
+
+
+class TargetShape(Protocol):
+    """What a drafter must know of its target's shape."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """Everything that fixes a drafter's network, resolved."""
+
+    num_layers: int
+    block_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    loss_decay_gamma: float
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed a block: `block_size - 1`."""
+        return self.block_size - 1
+
+    def decay(self) -> list[float]:
+        """Weights of slots 1..S-1: exp(-(k - 1) / gamma), DFlash paper, equation 4."""
+        gamma = self.loss_decay_gamma
+        return [math.exp(-(k - 1) / gamma) if gamma else 1.0 for k in range(1, self.block_size)]
+
+    def differences(self, other: "DrafterSpec") -> list[str]:
+        """Name every field in which two specs differ, for error messages."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {mine[name]!r} and {theirs[name]!r}" for name in mine
+                if mine[name] != theirs[name]]  # fmt: skip
+
+
+def resolve_spec(
+    table: DrafterTable,
+    target: TargetShape,
+    *,
+    target_layer_ids: tuple[int, ...],
+    mask_token_id: int,
+) -> DrafterSpec:
+    """Fill the table's zeros from the target; raise `ConfigError` for shapes that cannot be."""
+    num_heads = table.num_heads or target.num_heads
+    num_kv_heads = table.num_kv_heads or target.num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"drafter.num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+        )
+    return DrafterSpec(
+        num_layers=table.num_layers,
+        block_size=table.block_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=table.intermediate_size or target.intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=table.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=dict(target.rope_parameters),
+        max_position_embeddings=target.max_position_embeddings,
+        num_target_layers=target.num_layers,
+        target_layer_ids=tuple(target_layer_ids),
+        mask_token_id=mask_token_id,
+        layer_types=_layer_types(table),
+        sliding_window=table.sliding_window,
+        loss_decay_gamma=table.loss_decay_gamma,
+    )
+
+
+def _layer_types(table: DrafterTable) -> tuple[str, ...]:
+    return tuple(
+        SLIDING_ATTENTION
+        if table.sliding_window and layer not in table.full_attention_layers
+        else FULL_ATTENTION
+        for layer in range(table.num_layers)
+    )

@@ -1,0 +1,70 @@
+"""Figures of a step as sums on the device, and acceptance as decoding would count it.
+
+Sums leave the step in one float32 vector; division comes after all reductions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_SCALARS = 4
+
+
+def pack_sums(
+    loss: Tensor,  # [] float32, sum of weighted CE
+    weights: Tensor,  # [A, S-1] float32
+    is_correct: Tensor,  # [A, S-1] bool
+    is_supervised: Tensor,  # [A, S-1] bool
+) -> Tensor:
+    """Return [4 + 2 (S-1)] float32: loss, weight, prefix and block sums, then correct and
+    supervised counts a slot."""
+    right = is_correct & is_supervised
+    prefix = right.to(torch.float32).cumprod(-1).sum()
+    blocks = is_supervised[:, 0].sum().to(torch.float32)
+    scalars = torch.stack([loss.detach(), weights.sum(), prefix, blocks])
+    return torch.cat([scalars, right.sum(0).float(), is_supervised.sum(0).float()])
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Ratios of packed sums, after all reductions."""
+
+    loss: float
+    """Token-weighted mean cross-entropy, nats."""
+    acceptance_rate_at: tuple[float, ...]
+    """Teacher-forced accuracy of each draft slot; a rate of its own, not of decoding."""
+    accepted_prefix_length: float
+    """Mean length of the all-correct prefix a block, bonus excluded."""
+    num_blocks: int
+    """Blocks with at least one supervised slot."""
+
+
+def unpack_sums(sums: Sequence[float]) -> StepFigures:
+    """Divide packed sums (any number of rows added together)."""
+    loss, weight, prefix, blocks = sums[:NUM_SCALARS]
+    num_slots = (len(sums) - NUM_SCALARS) // 2
+    right = sums[NUM_SCALARS : NUM_SCALARS + num_slots]
+    supervised = sums[NUM_SCALARS + num_slots :]
+    return StepFigures(
+        loss=loss / weight if weight else 0.0,
+        acceptance_rate_at=tuple(r / n if n else 0.0 for r, n in zip(right, supervised, strict=True)),
+        accepted_prefix_length=prefix / blocks if blocks else 0.0,
+        num_blocks=int(blocks),
+    )
+
+
+def replay_walk(prefix_lengths: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the tokens that each target pass would emit over a text the target wrote greedily.
+
+    `prefix_lengths[i]` is the number of right draft tokens with the anchor at answer token i. The
+    walk starts at token 0, steps by prefix + 1 as decoding does, and ends with the text. At T=0 it
+    equals live decoding up to float ties.
+    """
+    emitted: list[int] = []
+    position = 0
+    while position < num_tokens - 1:
+        emitted.append(min(prefix_lengths[position] + 1, num_tokens - 1 - position))
+        position += emitted[-1]
+    return emitted

@@ -1,0 +1,192 @@
+"""The DFlash network: Qwen3-style layers whose keys are the fused context and the block itself.
+
+    c = hidden_norm(fc(aux hidden states))         once, shared by all layers
+    layer: q from the block; k, v from [context c | block], same projections for both
+    out = norm(...)                                 the target's frozen head makes logits of it
+
+Parameter names are those of the published checkpoints. Positions restart in each document; slot k
+of a block has the anchor's position + k.
+
+T context tokens, H hidden, L kept target layers, Q block slots, K = T + Q, n heads, d head width.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common.drafters.dflash.config import DrafterSpec
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [n_h, Q, d], k [n_kv, K, d], v [n_kv, K, d]) -> [n_h, Q, d]."""
+Rotary = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Block queries over context and block keys; the context never passes q_proj or o_proj."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        hidden, width = spec.hidden_size, spec.head_dim
+        self.q_proj = nn.Linear(hidden, spec.num_heads * width, bias=False)
+        self.k_proj = nn.Linear(hidden, spec.num_kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(hidden, spec.num_kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(spec.num_heads * width, hidden, bias=False)
+        self.q_norm = RMSNorm(width, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(width, spec.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values [n_kv, rows, d] of context or block rows."""
+        k = rotate(self.k_norm(self._split(self.k_proj(x))), rotary)
+        return k, self._split(self.v_proj(x))
+
+    def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Return rotated queries [n_h, Q, d]."""
+        return rotate(self.q_norm(self._split(self.q_proj(x))), rotary)
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """Return [Q, H] from attention output [n_h, Q, d]."""
+        return self.o_proj(heads.transpose(0, 1).flatten(1))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
+
+
+class DraftMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm decoder layer over the block stream."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(spec)
+        self.mlp = DraftMLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: tuple[Tensor, Tensor],
+        rotary: Rotary,
+        attend: Attend,
+    ) -> Tensor:
+        """Advance block rows x [Q, H] given the context's keys and values."""
+        u = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(u, rotary)
+        q = self.self_attn.queries(u, rotary)
+        heads = attend(q, torch.cat([context[0], k], 1), torch.cat([context[1], v], 1))
+        x = x + self.self_attn.merge(heads)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter without embedding and head, which are the target's."""
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        num_aux = len(spec.target_layer_ids)
+        self.fc = nn.Linear(num_aux * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        inv_freq, self.rotary_scale = _rotary_constants(spec)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """Return context rows c [T, H] from aux hidden states [T, L*H]."""
+        return self.hidden_norm(self.fc(aux_hidden_states))
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """Return cos and sin [rows, d] for positions [rows]."""
+        angles = positions.float()[:, None] * self.inv_freq[None]
+        angles = torch.cat([angles, angles], -1)
+        scale = self.rotary_scale
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values [n_kv, T, d] of fused context rows [T, H]."""
+        rotary = self.rotary(positions, context.dtype)
+        return [layer.self_attn.keys_values(context, rotary) for layer in self.layers]
+
+    def forward(
+        self,
+        aux_hidden_states: Tensor,  # [T, L*H]
+        position_ids: Tensor,  # [T]
+        noise_embedding: Tensor,  # [Q, H]
+        block_position_ids: Tensor,  # [Q]
+        attends: Sequence[Attend],  # one a layer
+    ) -> Tensor:
+        """Return the block rows' final hidden states [Q, H], normed."""
+        context = self.fuse(aux_hidden_states)
+        keys_values = self.context_keys_values(context, position_ids)
+        return self.run_blocks(noise_embedding, block_position_ids, keys_values, attends)
+
+    def run_blocks(
+        self,
+        noise_embedding: Tensor,  # [Q, H]
+        block_position_ids: Tensor,  # [Q]
+        context: list[tuple[Tensor, Tensor]],
+        attends: Sequence[Attend],  # one a layer
+    ) -> Tensor:
+        """Return [Q, H] given the context's keys and values of every layer."""
+        x = noise_embedding
+        rotary = self.rotary(block_position_ids, x.dtype)
+        for layer, keys_values, attend in zip(self.layers, context, attends, strict=True):
+            x = layer(x, keys_values, rotary, attend)
+        return self.norm(x)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate [n, rows, d] by half-rotation (NeoX) rotary embedding."""
+    cos, sin = rotary
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _rotary_constants(spec: DrafterSpec) -> tuple[Tensor, float]:
+    """Return inverse frequencies [d/2] and the scale of cos and sin.
+
+    Taken from the class that serves published checkpoints, so that every rotary type means here
+    what it means there.
+    """
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
+
+    config = Qwen3Config(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters=dict(spec.rope_parameters),
+    )
+    rotary = Qwen3RotaryEmbedding(config)
+    return rotary.inv_freq.detach().clone().float(), float(rotary.attention_scaling)

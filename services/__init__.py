@@ -1,0 +1,1 @@
+"""The five services; none of them imports another."""

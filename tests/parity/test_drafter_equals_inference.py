@@ -1,0 +1,120 @@
+"""Training mask and positions give, block by block, what the published inference code computes."""
+
+import json
+
+import pytest
+import torch
+
+from common.drafters.dflash.anchors import select_anchors
+from common.drafters.dflash.checkpoint import drafter_config
+from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
+from common.drafters.dflash.drafting import DraftContext
+from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.objective import (
+    DFlashObjective,
+    StagedRow,
+    block_positions,
+    noise_embedding,
+)
+from common.drafters.dflash.attention import make_layout
+from tests.drafters import make_drafter, make_row, make_spec, make_tables
+
+dflash_model = pytest.importorskip("dflash.model", reason="oracle dflash 0.1.0 is not installed")
+
+LAYER_MIXES = {
+    "full": (FULL_ATTENTION, FULL_ATTENTION, FULL_ATTENTION),
+    "sliding": (SLIDING_ATTENTION, SLIDING_ATTENTION, SLIDING_ATTENTION),
+    "mixed": (SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION),
+}
+
+
+def oracle(drafter: DFlashDrafter) -> torch.nn.Module:
+    config = json.loads(json.dumps(drafter_config(drafter.spec)))
+    config["dtype"] = "float32"
+    model = dflash_model.DFlashDraftModel(dflash_model.Qwen3Config(**config))
+    model.load_state_dict(drafter.state_dict(), strict=True)
+    return model.eval()
+
+
+def training_blocks(
+    drafter: DFlashDrafter, row: StagedRow, embedding: torch.Tensor, num_anchors: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    spec = drafter.spec
+    objective = DFlashObjective(
+        drafter, embedding=embedding, head=embedding, num_anchors=num_anchors,
+        max_documents=8, loss_chunk_rows=16, backend="sdpa",
+    )  # fmt: skip
+    anchors, is_valid = select_anchors(row.loss_mask, row.document_ids, row.draw, num_anchors, 8)
+    layout = make_layout(anchors, is_valid, row.position_ids, spec.block_size)
+    final = drafter(
+        row.aux_hidden_states,
+        row.position_ids,
+        noise_embedding(embedding, row.token_ids[anchors], spec),
+        block_positions(row.position_ids[anchors], spec.block_size),
+        objective._attends(layout),
+    )
+    return anchors, is_valid, final.view(num_anchors, spec.block_size, -1)
+
+
+def spec_with(mix: str, **changes: object) -> DrafterSpec:
+    layer_types = LAYER_MIXES[mix]
+    window = 6 if SLIDING_ATTENTION in layer_types else 0
+    return make_spec(
+        num_layers=len(layer_types), layer_types=layer_types, sliding_window=window, **changes
+    )
+
+
+@pytest.mark.parametrize("mix", LAYER_MIXES)
+@pytest.mark.parametrize("block_size", [4, 5, 16])
+def test_training_forward_equals_published_inference_per_block(mix: str, block_size: int) -> None:
+    spec = spec_with(mix, block_size=block_size)
+    drafter = make_drafter(spec)
+    embedding, _ = make_tables(spec)
+    row = make_row(spec, (23, 9, 14), num_tokens=64)
+    anchors, is_valid, final = training_blocks(drafter, row, embedding, num_anchors=24)
+    assert is_valid.all()
+    assert (anchors.diff() < block_size).any(), "overlapping blocks are part of the claim"
+    published = oracle(drafter)
+    for index, anchor in enumerate(anchors.tolist()):
+        start = anchor - int(row.position_ids[anchor])
+        block = noise_embedding(embedding, row.token_ids[anchor : anchor + 1], spec)
+        expected = published(
+            position_ids=torch.arange(anchor - start + block_size)[None],
+            noise_embedding=block[None],
+            target_hidden=row.aux_hidden_states[None, start:anchor],
+        )
+        torch.testing.assert_close(final[index], expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mix", LAYER_MIXES)
+def test_incremental_context_equals_published_inference(mix: str) -> None:
+    spec = spec_with(mix)
+    drafter = make_drafter(spec)
+    embedding, head = make_tables(spec)
+    features = torch.randn(20, len(spec.target_layer_ids) * spec.hidden_size)
+    context = DraftContext(drafter.eval(), embedding, head)
+    published = oracle(drafter)
+    for start, stop in ((0, 7), (7, 8), (8, 12), (12, 20)):
+        context.append(features[start:stop])
+        token = torch.tensor([stop % 11])
+        got = context.final_hidden_states(token, torch.tensor([stop]))
+        expected = published(
+            position_ids=torch.arange(stop + spec.block_size)[None],
+            noise_embedding=noise_embedding(embedding, token, spec)[None],
+            target_hidden=features[None, :stop],
+        )[0]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_proposed_at_once_equal_blocks_proposed_one_by_one() -> None:
+    spec = spec_with("mixed")
+    drafter = make_drafter(spec).eval()
+    embedding, head = make_tables(spec)
+    features = torch.randn(20, len(spec.target_layer_ids) * spec.hidden_size)
+    context = DraftContext(drafter, embedding, head)
+    context.append(features)
+    tokens, anchors = torch.tensor([3, 4, 5]), torch.tensor([5, 6, 20])
+    together = context.propose(tokens, anchors)
+    for index in range(3):
+        alone = context.propose(tokens[index : index + 1], anchors[index : index + 1])
+        torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)

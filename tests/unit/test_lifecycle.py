@@ -1,0 +1,173 @@
+"""Start and end of processes: signals, exit codes, death with the parent, locks."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.lifecycle import FileLock, lock_holder, write_atomically
+
+WATCHDOG_SECONDS = 30
+
+WAITER = """
+import sys, threading
+from common.lifecycle import run_service
+
+def main(stop):
+    print("ready", flush=True)
+    while not stop.wait(0.5):
+        pass
+    print("stopping", flush=True)
+    {after}
+
+sys.exit(run_service(main))
+"""
+
+RAISER = """
+import sys
+from common.errors import ConfigError, SegmentError
+from common.lifecycle import run_service
+
+def main(stop):
+    raise {error}
+
+sys.exit(run_service(main))
+"""
+
+PARENT = """
+import os, subprocess, sys
+from common.lifecycle import die_with_parent
+parent = os.getpid()
+child = subprocess.Popen(["cat", "/proc/self/stat", "-"], stdout=sys.stdout, stdin=subprocess.PIPE,
+                         preexec_fn=lambda: die_with_parent(parent))
+child.wait()
+"""
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=WATCHDOG_SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_sets_the_stop_event_and_the_exit_is_clean(number: int) -> None:
+    process = start(WAITER.format(after="return 0"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    code, out, _ = finish(process)
+    assert (code, out) == (0, "stopping\n")
+
+
+def test_second_signal_ends_the_process_at_once() -> None:
+    process = start(WAITER.format(after="threading.Event().wait(3600)"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finish(process)
+    assert code == 128 + signal.SIGTERM
+
+
+def test_signals_stop_a_process_whose_main_thread_sits_in_native_code() -> None:
+    # `pause` returns only when a signal comes; no Python handler runs before it does.
+    script = WAITER.replace("while not stop.wait(0.5):", "import ctypes; ctypes.CDLL(None).pause()\n    while not stop.wait(0.5):")
+    process = start(script.format(after="return 0"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    assert (code, out) == (0, "stopping\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("ConfigError('no such key')", 2), ("SegmentError('no room')", 1), ("ValueError('odd')", 1)],
+)
+def test_an_error_is_logged_once_and_becomes_the_exit_code(error: str, code: int) -> None:
+    got, _, err = finish(start(RAISER.format(error=error)))
+    assert got == code
+    message = error.split("'")[1]
+    lines = err.splitlines()
+    assert message in lines[0]
+    assert ("Traceback" in err) == (code == 1)
+
+
+def test_a_config_error_shows_no_traceback() -> None:
+    _, _, err = finish(start(RAISER.format(error="ConfigError('use another port')")))
+    assert err == "use another port\n"
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    parent = start(PARENT)
+    child_pid = int(parent.stdout.readline().split()[0])
+    child = os.pidfd_open(child_pid)
+    parent.kill()
+    ready, _, _ = select.select([child], [], [], WATCHDOG_SECONDS)
+    os.close(child)
+    finish(parent)
+    assert ready, f"child {child_pid} outlived its parent"
+
+
+def test_a_taken_lock_names_its_holder_and_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    with FileLock(path, "launcher of run 'a'").acquire(remedy="stop it"):
+        assert lock_holder(path) == os.getpid()
+        with pytest.raises(ConfigError) as caught:
+            FileLock(path, "other").acquire(remedy="choose another run.directory")
+    text = str(caught.value)
+    assert "launcher of run 'a'" in text
+    assert str(os.getpid()) in text
+    assert "choose another run.directory" in text
+
+
+def test_a_released_lock_can_be_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    lock = FileLock(path, "first").acquire(remedy="")
+    lock.release()
+    lock.release()
+    assert lock_holder(path) is None
+    FileLock(path, "second").acquire(remedy="").release()
+
+
+def test_a_dead_holder_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    script = f"""
+from pathlib import Path
+from common.lifecycle import FileLock
+lock = FileLock(Path({str(path)!r}), "dead").acquire(remedy="")
+print("held", flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    assert lock_holder(path) == process.pid
+    process.kill()
+    finish_code = process.wait(WATCHDOG_SECONDS)
+    process.stdin.close()
+    process.stdout.close()
+    assert finish_code == -signal.SIGKILL
+    assert lock_holder(path) is None
+
+
+def test_an_atomic_write_replaces_the_whole_file_and_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "control.token"
+    write_atomically(path, "first, longer", mode=0o600)
+    write_atomically(path, "second", mode=0o600)
+    assert path.read_text() == "second"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["control.token"]
