@@ -83,16 +83,6 @@ def test_second_signal_ends_the_process_at_once() -> None:
     assert code == 128 + signal.SIGTERM
 
 
-def test_signals_stop_a_process_whose_main_thread_sits_in_native_code() -> None:
-    # `pause` returns only when a signal comes; no Python handler runs before it does.
-    script = WAITER.replace("while not stop.wait(0.5):", "import ctypes; ctypes.CDLL(None).pause()\n    while not stop.wait(0.5):")
-    process = start(script.format(after="return 0"))
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    code, out, _ = finish(process)
-    assert (code, out) == (0, "stopping\n")
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [("ConfigError('no such key')", 2), ("SegmentError('no room')", 1), ("ValueError('odd')", 1)],
