@@ -45,10 +45,18 @@ class Router:
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context]:
+def open_router() -> Iterator[Callable[[Path], Router]]:
     context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+    routers: list[Router] = []
+
+    def open_one(path: Path) -> Router:
+        routers.append(Router(context, path))
+        return routers[-1]
+
+    yield open_one
+    for router in routers:
+        router.socket.close()
+    context.term()
 
 
 def open_link(path: Path, describe=None, on_command=None) -> ControlLink:
@@ -59,8 +67,8 @@ def open_link(path: Path, describe=None, on_command=None) -> ControlLink:
     )  # fmt: skip
 
 
-def test_heartbeats_carry_the_state_under_one_session_with_rising_numbers(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_heartbeats_carry_the_state_under_one_session_with_rising_numbers(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     with open_link(tmp_path / "control.sock") as link:
         beats = [router.receive()[1] for _ in range(3)]
     assert {beat.session for beat in beats} == {link.session}
@@ -68,8 +76,8 @@ def test_heartbeats_carry_the_state_under_one_session_with_rising_numbers(tmp_pa
     assert (beats[0].phase, beats[0].detail, beats[0].progress) == ("running", "training", 7)
 
 
-def test_each_command_is_given_once_and_in_order(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_each_command_is_given_once_and_in_order(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     commands: queue.Queue[Command] = queue.Queue()
     pause, resume = Command(name="pause", number=4), Command(name="resume", number=9)
     with open_link(tmp_path / "control.sock", on_command=commands.put) as link:
@@ -83,8 +91,8 @@ def test_each_command_is_given_once_and_in_order(tmp_path, context) -> None:
     assert commands.empty()
 
 
-def test_a_malformed_reply_is_dropped_and_the_link_goes_on(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_a_malformed_reply_is_dropped_and_the_link_goes_on(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     commands: queue.Queue[Command] = queue.Queue()
     with open_link(tmp_path / "control.sock", on_command=commands.put) as link:
         peer, _ = router.receive()
@@ -93,8 +101,8 @@ def test_a_malformed_reply_is_dropped_and_the_link_goes_on(tmp_path, context) ->
         assert commands.get(timeout=20).name == "stop"
 
 
-def test_close_says_goodbye_with_the_exit_code(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_close_says_goodbye_with_the_exit_code(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     link = open_link(tmp_path / "control.sock").start()
     router.receive()
     link.close(1, "out of memory")
@@ -103,8 +111,8 @@ def test_close_says_goodbye_with_the_exit_code(tmp_path, context) -> None:
     assert (goodbye.exit_code, goodbye.reason, goodbye.session) == (1, "out of memory", link.session)
 
 
-def test_an_exception_inside_the_link_is_the_reason_of_the_goodbye(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_an_exception_inside_the_link_is_the_reason_of_the_goodbye(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     with pytest.raises(ValueError, match="bad row"), open_link(tmp_path / "control.sock"):
         router.receive()
         raise ValueError("bad row")
@@ -112,11 +120,11 @@ def test_an_exception_inside_the_link_is_the_reason_of_the_goodbye(tmp_path, con
     assert (goodbye.exit_code, goodbye.reason) == (1, "ValueError: bad row")
 
 
-def test_the_link_reports_to_a_control_plane_that_starts_late_or_comes_back(tmp_path, context) -> None:
+def test_the_link_reports_to_a_control_plane_that_starts_late_or_comes_back(tmp_path, open_router) -> None:
     path = tmp_path / "control.sock"
     with open_link(path) as link:
         for _ in range(2):
-            router = Router(context, path)
+            router = open_router(path)
             assert router.receive()[1].session == link.session
             router.socket.close()
 
@@ -127,8 +135,8 @@ def test_close_returns_with_no_control_plane_at_all(tmp_path) -> None:
     assert not link._thread.is_alive()
 
 
-def test_a_change_of_phase_is_reported_before_the_interval_is_over(tmp_path, context) -> None:
-    router = Router(context, tmp_path / "control.sock")
+def test_a_change_of_phase_is_reported_before_the_interval_is_over(tmp_path, open_router) -> None:
+    router = open_router(tmp_path / "control.sock")
     phase = ["loading"]
     link = ControlLink(
         Identity("target_server", "target-0", "demo"), tmp_path / "control.sock",
