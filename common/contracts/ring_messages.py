@@ -1,8 +1,12 @@
 """Messages between a ring's owner (target server) and its consumers (drafter workers).
 
-The owner's ROUTER binds `target-<i>.sock`; each worker has one DEALER a ring. Capacity is absolute,
-a descriptor grants the lease it names, and every record repeats what it takes to act on it alone,
-so that a lost, duplicated or reordered message heals itself (rules R2 to R8).
+The owner's ROUTER binds `target-<i>.sock`; each worker has one DEALER a ring. A descriptor grants
+the lease it names, and every record repeats what it takes to act on it alone, so that a lost,
+duplicated or reordered message heals itself (rules R2 to R8).
+
+`capacity` is absolute: staging buffers that are free or under a lease. What the owner may send is
+`capacity` less the leases it has on record for the session (R4). `number` rises with each message
+of a session; of two capacities the one with the higher number counts.
 
     worker -> owner   Hello  Heartbeat  Release  Nack  Bye
     owner -> worker   Welcome  Descriptor  Pulse  Refused
@@ -19,6 +23,7 @@ from common.contracts.sequences import Sequence, SequenceSet
 
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Count = Annotated[int, Field(ge=0)]
+NackReason = Literal["torn", "corrupt", "stopping"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -53,7 +58,6 @@ class Hello(Record):
     pid: Count
     consumed: SequenceSet
     committed: SequenceSet
-    wants_held_out: bool = False
 
 
 class Heartbeat(Record):
@@ -73,6 +77,8 @@ class Release(Record):
 
     ring_epoch: U64
     session: U64
+    number: Count
+    capacity: Count
     lease: LeaseRef
 
 
@@ -81,8 +87,10 @@ class Nack(Record):
 
     ring_epoch: U64
     session: U64
+    number: Count
+    capacity: Count
     lease: LeaseRef
-    reason: Literal["torn", "corrupt", "stopping"]
+    reason: NackReason
 
 
 class Bye(Record):

@@ -1,0 +1,218 @@
+"""Slots and deliveries of one ring: the owner's memory of who has what. No clock, no socket.
+
+Every method names its transition. Groups are fixed at publish; inside a group a row goes to one
+session at a time. Accounts hold per group: published = released + poison + skipped + in the ring.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from common.contracts.ring_messages import LeaseRef
+from common.contracts.rows import Split
+from common.errors import SlotStateError
+from common.ring.states import (
+    TERMINAL,
+    DeliveryState,
+    SlotState,
+    next_delivery_state,
+    next_slot_state,
+)
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """What a descriptor says of a published row."""
+
+    sequence: int
+    split: Split
+    used_tokens: int
+    num_bytes: int
+    token_hash: int
+
+
+@dataclass
+class Lease:
+    """One session's timed right to read a slot."""
+
+    lease_id: int
+    session: int
+    granted_at: float
+    expires_at: float
+    seen_at: float
+    """When its descriptor was last sent, or the session last listed it."""
+
+
+@dataclass
+class Delivery:
+    """One row's way to one group."""
+
+    slot: int
+    generation: int
+    group: str
+    row: PublishedRow
+    published_at: float
+    state: DeliveryState = DeliveryState.READY
+    attempts: int = 0
+    lease: Lease | None = None
+    avoid_session: int = 0
+
+    @property
+    def ref(self) -> LeaseRef:
+        """The current lease as messages name it."""
+        if self.lease is None:
+            raise SlotStateError(f"slot {self.slot}, group {self.group!r} has no lease")
+        return LeaseRef(slot=self.slot, generation=self.generation, lease_id=self.lease.lease_id)
+
+
+@dataclass
+class _Slot:
+    state: SlotState = SlotState.FREE
+    generation: int = 0
+    deliveries: dict[str, Delivery] = field(default_factory=dict)
+
+
+class SlotBook:
+    """The states of all slots and deliveries."""
+
+    def __init__(self, num_slots: int, groups: Iterable[str]) -> None:
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._free = deque(range(num_slots))
+        self._ready: dict[str, deque[Delivery]] = {group: deque() for group in groups}
+        self._next_lease_id = 1
+        self.accounts: dict[str, Counter[str]] = {group: Counter() for group in self._ready}
+
+    def loan(self) -> int | None:
+        """FREE -loan-> WRITING: return a slot, or None where the ring is full."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._move_slot(slot, "loan")
+        return slot
+
+    def abort(self, slot: int) -> None:
+        """WRITING -abort-> FREE."""
+        self._move_slot(slot, "abort")
+        self._free.append(slot)
+
+    def next_generation(self, slot: int) -> int:
+        """Return the generation that the slot's next publish will have."""
+        return self._slots[slot].generation + 1
+
+    def publish(self, slot: int, row: PublishedRow, groups: Iterable[str], now: float) -> None:
+        """WRITING -publish-> PUBLISHED, with one READY delivery a group."""
+        self._move_slot(slot, "publish")
+        entry = self._slots[slot]
+        entry.generation += 1
+        entry.deliveries = {
+            group: Delivery(slot, entry.generation, group, row, now) for group in groups
+        }
+        for delivery in entry.deliveries.values():
+            self.accounts[delivery.group]["published"] += 1
+            self._ready[delivery.group].append(delivery)
+
+    def next_ready(self, group: str, session: int, *, has_others: bool) -> Delivery | None:
+        """Return the oldest READY delivery, past those that prefer another session (R5)."""
+        for delivery in self._ready[group]:
+            if not (has_others and delivery.avoid_session == session):
+                return delivery
+        return None
+
+    def lease(self, delivery: Delivery, session: int, now: float, expires_at: float) -> None:
+        """READY -lease-> LEASED."""
+        self._move(delivery, "lease")
+        self._ready[delivery.group].remove(delivery)
+        delivery.lease = Lease(self._next_lease_id, session, now, expires_at, now)
+        self._next_lease_id += 1
+
+    def release(self, delivery: Delivery) -> None:
+        """LEASED -release-> RELEASED; the slot is freed with its last delivery."""
+        self._move(delivery, "release")
+        self._finish(delivery, "released")
+
+    def requeue(self, delivery: Delivery, max_attempts: int, *, counts: bool) -> None:
+        """LEASED -requeue-> READY, or LEASED -poison-> POISON where attempts are spent.
+
+        `counts` is False where the lease never reached a worker (a failed send).
+        """
+        holder = delivery.lease.session if delivery.lease else 0
+        delivery.attempts += int(counts)
+        if delivery.attempts >= max_attempts:
+            self._move(delivery, "poison")
+            self._finish(delivery, "poison")
+            return
+        self._move(delivery, "requeue")
+        delivery.lease = None
+        delivery.avoid_session = holder
+        self.accounts[delivery.group]["requeued"] += int(counts)
+        self._ready[delivery.group].appendleft(delivery)
+
+    def skip(self, delivery: Delivery) -> None:
+        """READY -skip-> SKIPPED."""
+        self._move(delivery, "skip")
+        self._ready[delivery.group].remove(delivery)
+        self._finish(delivery, "skipped")
+
+    def current(self, ref: LeaseRef, session: int) -> Delivery | None:
+        """Return the delivery whose current lease is `ref` held by `session`, else None (R2)."""
+        if ref.slot >= len(self._slots):
+            return None
+        for delivery in self._slots[ref.slot].deliveries.values():
+            lease = delivery.lease
+            if (
+                delivery.state is DeliveryState.LEASED
+                and lease is not None
+                and lease.session == session
+                and delivery.ref == ref
+            ):
+                return delivery
+        return None
+
+    def leases(self, session: int | None = None) -> list[Delivery]:
+        """Return the LEASED deliveries, of one session or of all."""
+        return [
+            delivery
+            for slot in self._slots
+            for delivery in slot.deliveries.values()
+            if delivery.lease is not None
+            and delivery.state is DeliveryState.LEASED
+            and session in (None, delivery.lease.session)
+        ]
+
+    def ready(self, group: str) -> list[Delivery]:
+        """Return the READY deliveries of a group, oldest first."""
+        return list(self._ready[group])
+
+    def in_ring(self, group: str) -> int:
+        """Return how many deliveries of a group are READY or LEASED."""
+        held = sum(delivery.group == group for delivery in self.leases())
+        return len(self._ready[group]) + held
+
+    def num_writing(self) -> int:
+        """Return how many slots are WRITING."""
+        return sum(slot.state is SlotState.WRITING for slot in self._slots)
+
+    def slot_counts(self) -> dict[str, int]:
+        """Return slots by state."""
+        counts = Counter(slot.state.value for slot in self._slots)
+        return {state.value: counts[state.value] for state in SlotState}
+
+    def delivery_counts(self) -> dict[str, int]:
+        """Return deliveries of published slots by state."""
+        counts = Counter(d.state.value for slot in self._slots for d in slot.deliveries.values())
+        return {state.value: counts[state.value] for state in DeliveryState}
+
+    def _move_slot(self, slot: int, event: str) -> None:
+        entry = self._slots[slot]
+        entry.state = next_slot_state(slot, entry.state, event)
+
+    def _move(self, delivery: Delivery, event: str) -> None:
+        delivery.state = next_delivery_state(delivery.slot, delivery.group, delivery.state, event)
+
+    def _finish(self, delivery: Delivery, account: str) -> None:
+        self.accounts[delivery.group][account] += 1
+        entry = self._slots[delivery.slot]
+        if all(other.state in TERMINAL for other in entry.deliveries.values()):
+            entry.deliveries = {}
+            self._move_slot(delivery.slot, "free")
+            self._free.append(delivery.slot)

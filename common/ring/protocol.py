@@ -1,0 +1,380 @@
+"""The owner's side of the protocol: messages and time in, transitions and messages out. No I/O.
+
+Rules R2 to R8 of docs/ring-protocol.md are here; each is named where it acts. `receive` never
+raises for what a peer says: what does not fit is a counted no-op.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from common.config.shared import GroupTable, RingTable
+from common.contracts.record import Record
+from common.contracts.ring_messages import (
+    Bye,
+    Descriptor,
+    Heartbeat,
+    Hello,
+    Nack,
+    Pulse,
+    Refused,
+    Release,
+    SegmentRef,
+    Welcome,
+)
+from common.contracts.rows import RowSchema
+from common.contracts.sequences import SequenceSet
+from common.ring.book import Delivery, PublishedRow, SlotBook
+from common.ring.ledger import GroupLedger
+from common.ring.sessions import Session, SessionTable
+from common.ring.states import DeliveryState
+
+
+@dataclass(frozen=True)
+class _Limbo:
+    """An ended session whose rows wait for its worker's next session."""
+
+    deadline: float
+    worker_id: str
+    session: int
+    group: str
+
+
+class OwnerProtocol:
+    """All state of one ring but its bytes."""
+
+    def __init__(
+        self,
+        ring_epoch: int,
+        segment: SegmentRef,
+        schema: RowSchema,
+        table: RingTable,
+        groups: dict[str, GroupTable],
+        settled: dict[str, SequenceSet] | None = None,
+    ) -> None:
+        self.ring_epoch = ring_epoch
+        self.outbox: list[tuple[bytes, Record]] = []
+        self.stale_calls: Counter[str] = Counter()
+        self.reclaimed: Counter[str] = Counter()
+        self.book = SlotBook(segment.num_slots, groups)
+        self.sessions = SessionTable()
+        known = settled or {}
+        self.ledgers = {name: GroupLedger(known.get(name, SequenceSet())) for name in groups}
+        self._segment = segment
+        self._schema = schema
+        self._table = table
+        self._groups = groups
+        self._limbo: list[_Limbo] = []
+        self._poison_leases: set[int] = set()
+        self._last_sequence: int | None = None
+        self._handlers = {
+            Hello: self._on_hello,
+            Heartbeat: self._on_heartbeat,
+            Release: self._on_release,
+            Nack: self._on_nack,
+            Bye: self._on_bye,
+        }
+
+    # -- the target server's calls ---------------------------------------------------------------
+
+    def publish(self, slot: int, row: PublishedRow, now: float) -> None:
+        """Publish a written slot to every group that lacks its sequence (mask fixed here)."""
+        groups = [name for name in self._groups if self.ledgers[name].lacks(row.sequence)]
+        if not groups:  # a session came back with the row while it was captured again
+            self.book.abort(slot)
+            return
+        self.book.publish(slot, row, groups, now)
+        for name in groups:
+            self.ledgers[name].publish(row.sequence)
+        self._grant(now)
+
+    def wants(self, sequence: int) -> bool:
+        """Whether any group still needs the sequence."""
+        return any(ledger.lacks(sequence) for ledger in self.ledgers.values())
+
+    def next_recapture(self) -> int | None:
+        """Return a sequence that is to be captured again, or None (R8)."""
+        for ledger in self.ledgers.values():
+            sequence = ledger.next_recapture()
+            if sequence is not None:
+                return sequence
+        return None
+
+    def end(self, last_sequence: int) -> None:
+        """The stream is over; told in every pulse from here on (R7)."""
+        self._last_sequence = last_sequence
+
+    def is_drained(self) -> bool:
+        """Every row of every group is settled and every session has said goodbye or is dead."""
+        return all(self._group_is_drained(name) for name in self._groups) and not len(self.sessions)
+
+    def settled_below(self) -> int:
+        """Recipes of sequences under this one are not needed again."""
+        return min(ledger.settled_below for ledger in self.ledgers.values())
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def receive(self, identity: bytes, record: Record, now: float) -> None:
+        """Act on one decoded message."""
+        self._handlers[type(record)](identity, record, now)  # type: ignore[operator]
+
+    def undo(self, record: Record) -> None:
+        """A descriptor could not be sent: its lease ends without an attempt."""
+        if isinstance(record, Descriptor):
+            delivery = self.book.current(record.lease, record.session)
+            if delivery is not None:
+                self.book.requeue(delivery, self._table.max_attempts, counts=False)
+
+    def tick(self, now: float) -> None:
+        """Expire leases, end silent sessions, apply `skip`, give up waiting for successors."""
+        for delivery in self.book.leases():
+            if delivery.lease is not None and delivery.lease.expires_at <= now:
+                self._expire(delivery)
+        for entry in self.sessions.silent_since(now - self._table.session_timeout_seconds):
+            self._end_session(entry, now, "silent")
+        for name, group in self._groups.items():
+            if group.policy == "skip":
+                self._skip_late(name, now - group.group_timeout_seconds)
+        waiting, self._limbo = self._limbo, []
+        for limbo in waiting:
+            if limbo.deadline <= now:
+                self.ledgers[limbo.group].lose(limbo.session)
+            else:
+                self._limbo.append(limbo)
+        self._grant(now)
+
+    def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
+        if self._is_refused(identity, hello):
+            return
+        entry = self.sessions.get(hello.session)
+        if entry is None:
+            predecessor = self.sessions.of_worker(hello.worker_id)
+            entry = Session(
+                hello.worker_id, hello.session, identity, hello.group, hello.capacity, hello.number,
+                now, hello.consumed, hello.committed,
+            )  # fmt: skip
+            self.sessions.add(entry)
+            if predecessor is not None:
+                self._end_session(predecessor, now, "replaced")
+            self._inherit(entry)
+        entry.last_seen = now
+        self._send(
+            entry,
+            Welcome(
+                ring_epoch=self.ring_epoch,
+                session=hello.session,
+                segment=self._segment,
+                row_schema=self._schema,
+                heartbeat_seconds=self._table.heartbeat_seconds,
+                lease_seconds=self._table.lease_seconds,
+            ),
+        )
+        self._grant(now)
+
+    def _is_refused(self, identity: bytes, hello: Hello) -> bool:
+        if hello.group not in self._groups:
+            reason = f"group {hello.group!r} is not of this run; known: {sorted(self._groups)}"
+            self._refuse(identity, hello.session, "unknown_group", reason)
+            return True
+        if self.sessions.has_ended(hello.session):
+            self._refuse(identity, hello.session, "ended_session", "say Hello with a fresh session")
+            return True
+        return False
+
+    def _on_heartbeat(self, identity: bytes, beat: Heartbeat, now: float) -> None:
+        entry = self._session(identity, beat.ring_epoch, beat.session, "heartbeat")
+        if entry is None:
+            return
+        entry.last_seen = now
+        if not entry.accepts(beat.number):
+            self.stale_calls["heartbeat"] += 1
+            return
+        entry.capacity = beat.capacity
+        entry.consumed, entry.committed = beat.consumed, beat.committed
+        self.ledgers[entry.group].commit(entry.session, beat.committed)
+        self._heal(entry, beat, now)
+        self._send(entry, self._pulse(entry, beat.number))
+        self._grant(now)
+
+    def _heal(self, entry: Session, beat: Heartbeat, now: float) -> None:
+        """Renew listed leases (R5), send unlisted ones again (R3), drop debts that are omitted."""
+        held = {ref.lease_id for ref in beat.held}
+        entry.owed &= held
+        for delivery in self.book.leases(entry.session):
+            lease = delivery.lease
+            if lease is None:
+                continue
+            if lease.lease_id in held:
+                longest = lease.granted_at + self._table.lease_max_seconds
+                lease.expires_at = min(now + self._table.lease_seconds, longest)
+                lease.seen_at = now
+            elif now - lease.seen_at >= self._table.heartbeat_seconds:
+                # A lease that never reached its session is not the session's fault.
+                lease.granted_at, lease.expires_at = now, now + self._table.lease_seconds
+                lease.seen_at = now
+                self._send(entry, self._descriptor(delivery, entry.session))
+        self.stale_calls["held"] += sum(
+            self.book.current(ref, entry.session) is None for ref in beat.held
+        )
+
+    def _on_release(self, identity: bytes, release: Release, now: float) -> None:
+        entry = self._session(identity, release.ring_epoch, release.session, "release")
+        if entry is None:
+            return
+        if entry.accepts(release.number):
+            entry.capacity = release.capacity
+        entry.owed.discard(release.lease.lease_id)
+        delivery = self.book.current(release.lease, release.session)
+        if delivery is None:
+            self.stale_calls["release"] += 1
+            if release.lease.lease_id in self._poison_leases:
+                self.book.accounts[entry.group]["poison_late"] += 1
+        else:
+            self.book.release(delivery)
+            self.ledgers[entry.group].release(delivery.row.sequence, entry.session)
+        self._grant(now)
+
+    def _on_nack(self, identity: bytes, nack: Nack, now: float) -> None:
+        entry = self._session(identity, nack.ring_epoch, nack.session, "nack")
+        if entry is None:
+            return
+        if entry.accepts(nack.number):
+            entry.capacity = nack.capacity
+        entry.owed.discard(nack.lease.lease_id)
+        delivery = self.book.current(nack.lease, nack.session)
+        if delivery is None:
+            self.stale_calls["nack"] += 1
+        else:
+            self._reclaim(delivery, f"nack_{nack.reason}", counts=nack.reason != "stopping")
+        self._grant(now)
+
+    def _on_bye(self, identity: bytes, bye: Bye, now: float) -> None:
+        entry = self._session(identity, bye.ring_epoch, bye.session, "bye")
+        if entry is None:
+            return
+        ledger = self.ledgers[entry.group]
+        ledger.commit(entry.session, bye.committed)
+        for delivery in self.book.leases(entry.session):
+            self._reclaim(delivery, "bye", counts=False)
+        self.sessions.end(entry.session)
+        ledger.lose(entry.session)
+        self._grant(now)
+
+    # -- mechanics -------------------------------------------------------------------------------
+
+    def _session(self, identity: bytes, ring_epoch: int, session: int, call: str) -> Session | None:
+        """Return the live session a message speaks for, or answer what is wrong with it."""
+        entry = self.sessions.get(session)
+        if ring_epoch == self.ring_epoch and entry is not None and entry.identity == identity:
+            return entry
+        self.stale_calls[call] += 1
+        if self.sessions.has_ended(session):
+            self._refuse(identity, session, "ended_session", "say Hello with a fresh session")
+        else:
+            self._refuse(identity, session, "unknown_session", "say Hello")
+        return None
+
+    def _inherit(self, entry: Session) -> None:
+        """Hand the rows of the worker's ended sessions to its new one (R8)."""
+        ledger = self.ledgers[entry.group]
+        remaining = []
+        for limbo in self._limbo:
+            if limbo.worker_id == entry.worker_id and limbo.group == entry.group:
+                ledger.hand_over(limbo.session, entry.session, entry.consumed)
+            else:
+                remaining.append(limbo)
+        self._limbo = remaining
+        ledger.adopt(entry.session, entry.consumed)
+        ledger.commit(entry.session, entry.committed)
+
+    def _end_session(self, entry: Session, now: float, reason: str) -> None:
+        for delivery in self.book.leases(entry.session):
+            self._reclaim(delivery, reason, counts=True)
+        self.sessions.end(entry.session)
+        deadline = now + self._table.resume_wait_seconds
+        self._limbo.append(_Limbo(deadline, entry.worker_id, entry.session, entry.group))
+
+    def _expire(self, delivery: Delivery) -> None:
+        lease = delivery.lease
+        entry = self.sessions.get(lease.session) if lease else None
+        if lease is not None and entry is not None:
+            entry.owed.add(lease.lease_id)
+        self._reclaim(delivery, "expired", counts=True)
+
+    def _reclaim(self, delivery: Delivery, reason: str, *, counts: bool) -> None:
+        self.reclaimed[reason] += 1
+        lease_id = delivery.ref.lease_id
+        self.book.requeue(delivery, self._table.max_attempts, counts=counts)
+        if delivery.state is DeliveryState.POISON:
+            self._poison_leases.add(lease_id)
+            self.ledgers[delivery.group].drop(delivery.row.sequence)
+
+    def _skip_late(self, name: str, published_before: float) -> None:
+        for delivery in self.book.ready(name):
+            if delivery.published_at <= published_before:
+                self.book.skip(delivery)
+                self.ledgers[name].drop(delivery.row.sequence)
+
+    def _grant(self, now: float) -> None:
+        """Lease READY rows to sessions with room, the least loaded first (R4, R5)."""
+        for name in self._groups:
+            while True:
+                pair = self._next_pair(name)
+                if pair is None:
+                    break
+                delivery, entry = pair
+                self.book.lease(delivery, entry.session, now, now + self._table.lease_seconds)
+                self._send(entry, self._descriptor(delivery, entry.session))
+
+    def _next_pair(self, name: str) -> tuple[Delivery, Session] | None:
+        members = self.sessions.of_group(name)
+        load = {entry.session: len(self.book.leases(entry.session)) for entry in members}
+        open_members = [e for e in members if not e.owed and e.capacity > load[e.session]]
+        open_members.sort(key=lambda entry: load[entry.session])
+        for entry in open_members:
+            has_others = len(open_members) > 1
+            delivery = self.book.next_ready(name, entry.session, has_others=has_others)
+            if delivery is not None:
+                return delivery, entry
+        return None
+
+    def _group_is_settled(self, name: str) -> bool:
+        ended = self._last_sequence is not None
+        busy = self.book.in_ring(name) or self.book.num_writing() or self.ledgers[name].num_awaited
+        limbo = any(limbo.group == name for limbo in self._limbo)
+        return ended and not busy and not limbo
+
+    def _group_is_drained(self, name: str) -> bool:
+        return self._group_is_settled(name) and not self.ledgers[name].num_open
+
+    def _pulse(self, entry: Session, number: int) -> Pulse:
+        return Pulse(
+            ring_epoch=self.ring_epoch,
+            session=entry.session,
+            number=number,
+            settled_below=self.ledgers[entry.group].settled_below,
+            last_sequence=self._last_sequence,
+            is_settled=self._group_is_settled(entry.group),
+            is_drained=self._group_is_drained(entry.group),
+        )
+
+    def _descriptor(self, delivery: Delivery, session: int) -> Descriptor:
+        row = delivery.row
+        return Descriptor(
+            ring_epoch=self.ring_epoch,
+            session=session,
+            lease=delivery.ref,
+            sequence=row.sequence,
+            split=row.split,
+            attempt=delivery.attempts,
+            used_tokens=row.used_tokens,
+            num_bytes=row.num_bytes,
+            token_hash=row.token_hash,
+        )
+
+    def _refuse(self, identity: bytes, session: int, kind: str, reason: str) -> None:
+        refused = Refused(ring_epoch=self.ring_epoch, session=session, kind=kind, reason=reason)  # type: ignore[arg-type]
+        self.outbox.append((identity, refused))
+
+    def _send(self, entry: Session, record: Record) -> None:
+        self.outbox.append((entry.identity, record))
+
