@@ -1,0 +1,1 @@
+"""The frozen target: its files, its weights, its chat template, its hidden states."""

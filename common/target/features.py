@@ -1,0 +1,147 @@
+"""Keeps the residual stream after chosen decoder layers while the target runs packed documents.
+
+Layer ids are 0-based decoder layers whose *output* is kept: HF calls that tensor
+`hidden_states[id + 1]`, vLLM's capture ids are id + 1, SGLang takes id as it is. Forward hooks
+keep only what is asked for; `output_hidden_states` would keep every layer.
+
+A packed row is one sequence whose `position_ids` start from 0 in each document. transformers
+reads the document borders from them, but only when no cache and no attention mask is given.
+"""
+
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from common.errors import CaptureMismatchError
+
+
+class FeatureTap:
+    """Hooks on the decoder layers of one model. Long-lived, or a context manager.
+
+    Owner: the caller of `run_packed`, from one thread. `close` takes the hooks off again.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layer_ids: tuple[int, ...], *, keep_last: bool = False
+    ) -> None:
+        self.layer_ids = layer_ids
+        self._layers = decoder_layers(model)
+        self._last = len(self._layers) - 1
+        if not layer_ids or max(layer_ids) > self._last:
+            raise CaptureMismatchError(
+                f"cannot tap layers {list(layer_ids)} of a model with {len(self._layers)} layers: "
+                f"expected ids from 0 to {self._last}"
+            )
+        self._kept: dict[int, torch.Tensor] = {}
+        wanted = sorted({*layer_ids, *([self._last] if keep_last else [])})
+        self._highest = wanted[-1]
+        self._ends_pass = False
+        self._hooks = [
+            self._layers[layer].register_forward_hook(partial(self._keep, layer))
+            for layer in wanted
+        ]
+
+    def run(self, decoder: nn.Module, **inputs: Any) -> None:
+        """Run the decoder up to the highest kept layer; layers above it are not computed."""
+        self._kept.clear()
+        self._ends_pass = True
+        try:
+            decoder(**inputs)
+        except _PassEndedError:
+            pass
+        finally:
+            self._ends_pass = False
+
+    def aux_hidden_states(self) -> torch.Tensor:
+        """Return the kept layers of the last run side by side: [T, L*H]."""
+        return torch.cat([self._of_row(layer) for layer in self.layer_ids], dim=-1)
+
+    def last_hidden_states(self) -> torch.Tensor:
+        """Return the last layer's output before the final norm: [T, H]. Needs `keep_last`."""
+        return self._of_row(self._last)
+
+    def close(self) -> None:
+        """Take the hooks off and forget what they kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._kept.clear()
+
+    def __enter__(self) -> "FeatureTap":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _of_row(self, layer: int) -> torch.Tensor:
+        if layer not in self._kept:
+            raise CaptureMismatchError(
+                f"layer {layer} was not kept: got layers {sorted(self._kept)}; run the target first"
+            )
+        return self._kept[layer][0]
+
+    def _keep(self, layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Some families return a tuple whose first entry is the residual stream.
+        self._kept[layer] = output[0] if isinstance(output, tuple) else output
+        if self._ends_pass and layer == self._highest:
+            raise _PassEndedError
+
+
+class _PassEndedError(Exception):
+    """Leaves the decoder's forward; never leaves `FeatureTap.run`."""
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the stack of decoder layers with its embedding and final norm, without the head."""
+    return model.get_decoder()
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder layers: the first module list as long as the config says."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in decoder_of(model).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise CaptureMismatchError(
+        f"no decoder layers found in {type(model).__name__}: expected a ModuleList of {num_layers}"
+    )
+
+
+@torch.no_grad()
+def run_packed(
+    model: PreTrainedModel,
+    tap: FeatureTap,
+    token_ids: torch.Tensor,  # [T]
+    position_ids: torch.Tensor,  # [T], from 0 in each document
+) -> torch.Tensor:  # [T, L*H]
+    """Run one packed row in a single pass and return its aux hidden states."""
+    tap.run(
+        decoder_of(model),
+        input_ids=token_ids[None].long(),
+        position_ids=position_ids[None].long(),
+        use_cache=False,
+    )
+    return tap.aux_hidden_states()
+
+
+def run_separately(
+    model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor, position_ids: torch.Tensor
+) -> torch.Tensor:  # [T, L*H]
+    """Run each document of a row by itself and pack the results.
+
+    The way for targets whose layers carry state across documents (linear attention).
+    """
+    starts = (position_ids == 0).nonzero().flatten().tolist()
+    parts = [
+        run_packed(model, tap, token_ids[start:stop], position_ids[start:stop])
+        for start, stop in zip(starts, [*starts[1:], len(token_ids)], strict=True)
+    ]
+    return torch.cat(parts)
