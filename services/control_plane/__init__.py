@@ -1,0 +1,1 @@
+"""Registry, health, status and metrics of a run; touches no tensor."""

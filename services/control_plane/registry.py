@@ -1,0 +1,269 @@
+"""What the control plane knows of a run, from heartbeats alone.
+
+    session unknown --heartbeat--> known --heartbeat with a higher number--> known
+    known --goodbye--> ended          ended: later messages are counted and change nothing
+
+Heartbeats carry whole states, so a registry that starts empty knows everything again after one
+interval. A session that registers under the name of an ended or silent one takes its place; of
+one that is alive it does not, so two processes with one name are both seen.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.contracts.control_messages import (
+    Command,
+    EvaluationResult,
+    EvaluatorReport,
+    ServiceGoodbye,
+    ServiceHeartbeat,
+    ServiceKind,
+    ServiceReply,
+    TargetReport,
+    WorkerReport,
+)
+from services.control_plane.health import Condition, is_silent, is_stalled
+
+_WAIT_WINDOW_SECONDS = 30.0
+_LEAST_WINDOW_SECONDS = 2.0
+_KEPT_ERRORS = 100
+# A drain begins at the targets: the workers end with the stream, and so leave no row behind.
+_RECIPIENTS: dict[str, tuple[ServiceKind, ...]] = {
+    "pause": ("target_server", "drafter_worker"),
+    "resume": ("target_server", "drafter_worker"),
+    "drain": ("target_server",),
+    "stop": ("target_server", "drafter_worker", "evaluator"),
+    "checkpoint": ("drafter_worker",),
+}
+
+
+@dataclass
+class Instance:
+    """One session of a service; owned by the registry, which changes it under its lock."""
+
+    heartbeat: ServiceHeartbeat
+    seen_at: float
+    progressed_at: float
+    goodbye: ServiceGoodbye | None = None
+    waits: deque[tuple[float, float]] = field(default_factory=deque)
+    """(time, seconds spent waiting until then) over the window, while it runs."""
+    errors: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class InstanceView:
+    """An instance as it was when a snapshot was taken."""
+
+    heartbeat: ServiceHeartbeat
+    goodbye: ServiceGoodbye | None
+    condition: Condition
+    age_seconds: float
+    progress_age_seconds: float
+    wait_share: float | None
+    """Share of the last seconds that it spent blocked or starved; None while it does not run."""
+
+
+@dataclass(frozen=True)
+class ErrorView:
+    """An error that an instance reported."""
+
+    instance: str
+    text: str
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything known at one moment."""
+
+    instances: tuple[InstanceView, ...]
+    evaluations: tuple[EvaluationResult, ...]
+    errors: tuple[ErrorView, ...]
+    refused: dict[str, int]
+    run_command: Command | None
+    """The last command for the whole run, which also holds for sessions that come later."""
+    uptime_seconds: float
+
+
+class Registry:
+    """Takes heartbeats and goodbyes, gives replies and snapshots; safe to call from any thread."""
+
+    def __init__(
+        self, run: str, heartbeat_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run = run
+        self._heartbeat_seconds = heartbeat_seconds
+        self._clock = clock
+        self._started_at = clock()
+        self._lock = threading.Lock()
+        self._instances: dict[int, Instance] = {}
+        self._evaluations: dict[str, EvaluationResult] = {}
+        self._errors: deque[tuple[float, str, str]] = deque(maxlen=_KEPT_ERRORS)
+        self._refused: Counter[str] = Counter()
+        self._run_command: Command | None = None
+        self._checkpoint: tuple[Command, frozenset[int]] | None = None
+        self._last_number = 0
+
+    def take_heartbeat(self, beat: ServiceHeartbeat) -> ServiceReply | None:
+        """Note a heartbeat and return the reply, or None where it is refused."""
+        with self._lock:
+            instance = self._instances.get(beat.session)
+            refusal = _why_refused(beat, instance, self._run)
+            if refusal is not None:
+                self._refused[refusal] += 1
+                return None
+            self._note(beat, instance or self._register(beat))
+            return ServiceReply(
+                session=beat.session, number=beat.number,
+                heartbeat_seconds=self._heartbeat_seconds, commands=self._commands_for(beat),
+            )  # fmt: skip
+
+    def take_goodbye(self, goodbye: ServiceGoodbye) -> None:
+        """Note the end of a session; of an unknown one it changes nothing."""
+        with self._lock:
+            instance = self._instances.get(goodbye.session)
+            if instance is None or instance.goodbye is not None:
+                self._refused["unknown_session" if instance is None else "ended_session"] += 1
+                return
+            instance.goodbye = goodbye
+            if goodbye.exit_code:
+                self._add_error(instance, f"exit code {goodbye.exit_code}: {goodbye.reason}")
+
+    def refuse(self, reason: str) -> None:
+        """Count a message that could not be decoded."""
+        with self._lock:
+            self._refused[reason] += 1
+
+    def add_evaluations(self, results: Iterable[EvaluationResult]) -> None:
+        """Note results that were written before this control plane started."""
+        with self._lock:
+            self._evaluations.update({result.checkpoint: result for result in results})
+
+    def command(self, name: str) -> tuple[Command, int]:
+        """Give a command to the run; return it and the number of sessions that will get it."""
+        with self._lock:
+            # The clock's milliseconds, so that numbers rise over restarts of the control plane.
+            self._last_number = max(self._last_number + 1, time.time_ns() // 1_000_000)
+            command = Command.model_validate({"name": name, "number": self._last_number})
+            live = frozenset(
+                session for session, instance in self._instances.items()
+                if self._condition(instance) in ("ok", "stalled")
+                and instance.heartbeat.service in _RECIPIENTS[command.name]
+            )  # fmt: skip
+            if command.name == "checkpoint":
+                self._checkpoint = (command, live)
+            else:
+                self._run_command = command
+            return command, len(live)
+
+    def snapshot(self) -> Snapshot:
+        """Return everything known at this moment."""
+        with self._lock:
+            now = self._clock()
+            return Snapshot(
+                instances=tuple(self._view(instance, now) for instance in self._instances.values()),
+                evaluations=tuple(self._evaluations.values()),
+                errors=tuple(ErrorView(name, text, now - at) for at, name, text in self._errors),
+                refused=dict(self._refused),
+                run_command=self._run_command,
+                uptime_seconds=now - self._started_at,
+            )
+
+    def _register(self, beat: ServiceHeartbeat) -> Instance:
+        for session, other in list(self._instances.items()):
+            is_same = _name(other.heartbeat) == _name(beat)
+            if is_same and self._condition(other) in ("silent", "ended", "failed"):
+                del self._instances[session]
+        now = self._clock()
+        instance = Instance(heartbeat=beat, seen_at=now, progressed_at=now)
+        self._instances[beat.session] = instance
+        return instance
+
+    def _note(self, beat: ServiceHeartbeat, instance: Instance) -> None:
+        now = self._clock()
+        before = instance.heartbeat
+        if (beat.progress, beat.phase) != (before.progress, before.phase):
+            instance.progressed_at = now
+        instance.heartbeat = beat
+        instance.seen_at = now
+        _note_wait(instance.waits, now, beat)
+        for text in (*beat.errors, *((beat.detail,) if beat.phase == "failed" else ())):
+            self._add_error(instance, text)
+        if isinstance(beat.report, EvaluatorReport):
+            self._evaluations.update({result.checkpoint: result for result in beat.report.results})
+
+    def _add_error(self, instance: Instance, text: str) -> None:
+        if text not in instance.errors:
+            instance.errors.add(text)
+            self._errors.append((self._clock(), instance.heartbeat.instance, text))
+
+    def _commands_for(self, beat: ServiceHeartbeat) -> tuple[Command, ...]:
+        """Repeat what holds for the run, also to sessions that come later, and a checkpoint to
+        the sessions it was meant for; a session acts on each number once."""
+        commands = []
+        if self._run_command and beat.service in _RECIPIENTS[self._run_command.name]:
+            commands.append(self._run_command)
+        if self._checkpoint and beat.session in self._checkpoint[1]:
+            commands.append(self._checkpoint[0])
+        return tuple(commands)
+
+    def _view(self, instance: Instance, now: float) -> InstanceView:
+        return InstanceView(
+            heartbeat=instance.heartbeat,
+            goodbye=instance.goodbye,
+            condition=self._condition(instance),
+            age_seconds=now - instance.seen_at,
+            progress_age_seconds=now - instance.progressed_at,
+            wait_share=_wait_share(instance.waits),
+        )
+
+    def _condition(self, instance: Instance) -> Condition:
+        now = self._clock()
+        beat = instance.heartbeat
+        if instance.goodbye is not None:
+            return "failed" if instance.goodbye.exit_code else "ended"
+        if beat.phase == "failed":
+            return "failed"
+        if is_silent(now - instance.seen_at, self._heartbeat_seconds):
+            return "silent"
+        step = beat.report.step_seconds if isinstance(beat.report, WorkerReport) else 0.0
+        stalled = is_stalled(
+            beat.phase, now - instance.progressed_at, step, _wait_share(instance.waits)
+        )
+        return "stalled" if stalled else "ok"
+
+
+def _name(beat: ServiceHeartbeat) -> tuple[str, str]:
+    return beat.service, beat.instance
+
+
+def _why_refused(beat: ServiceHeartbeat, known: Instance | None, run: str) -> str | None:
+    if beat.run != run:
+        return "foreign_run"
+    if known is not None and known.goodbye is not None:
+        return "ended_session"
+    if known is not None and beat.number <= known.heartbeat.number:
+        return "stale_number"
+    return None
+
+
+def _note_wait(waits: deque[tuple[float, float]], now: float, beat: ServiceHeartbeat) -> None:
+    """Add the time spent waiting, and forget what is older than the window."""
+    if beat.phase not in ("running", "waiting"):
+        waits.clear()
+    elif isinstance(beat.report, TargetReport):
+        waits.append((now, beat.report.blocked_seconds))
+    elif isinstance(beat.report, WorkerReport):
+        waits.append((now, beat.report.starved_seconds))
+    while waits and waits[0][0] < now - _WAIT_WINDOW_SECONDS:
+        waits.popleft()
+
+
+def _wait_share(waits: deque[tuple[float, float]]) -> float | None:
+    if not waits or waits[-1][0] - waits[0][0] < _LEAST_WINDOW_SECONDS:
+        return None
+    (start, waited_before), (end, waited) = waits[0], waits[-1]
+    return min(1.0, max(0.0, (waited - waited_before) / (end - start)))

@@ -1,0 +1,192 @@
+"""What `GET /status` answers: the models of the responses.
+
+`schema_version` rises when a field goes away or changes its meaning. Numbers of 64 bits are
+hexadecimal text, since JavaScript would round them.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from common.contracts.control_messages import (
+    EvaluationResult,
+    GroupAccount,
+    Phase,
+    ServiceKind,
+    TargetReport,
+    WorkerReport,
+)
+from services.control_plane.health import BottleneckName, Condition
+
+RunState = Literal["waiting", "starting", "running", "paused", "draining", "done", "failed"]
+
+
+class Model(BaseModel):
+    """A frozen part of a response."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class RunStatus(Model):
+    """The run as a whole."""
+
+    name: str
+    directory: str
+    state: RunState
+    command: str
+    """The last command for the whole run, or empty."""
+    uptime_seconds: float
+    """Of this control plane."""
+
+
+class TransportStatus(Model):
+    """How rows travel, and why so."""
+
+    chosen: str
+    reason: str
+
+
+class InstanceStatus(Model):
+    """One session of a service."""
+
+    service: ServiceKind
+    instance: str
+    session: str
+    pid: int
+    host: str
+    phase: Phase
+    detail: str
+    progress: int
+    condition: Condition
+    heartbeat_age_seconds: float
+    progress_age_seconds: float
+    exit_code: int | None
+    exit_reason: str
+
+
+class TargetInstance(InstanceStatus):
+    """A target server; its ring is under `rings`."""
+
+    report: TargetReport | None
+    blocked_share: float | None
+    """Share of the last seconds spent waiting on a full ring."""
+
+
+class WorkerInstance(InstanceStatus):
+    """A drafter worker."""
+
+    report: WorkerReport | None
+    starved_share: float | None
+    """Share of the last seconds spent waiting on an empty ring."""
+
+
+class TargetStatus(Model):
+    """All target servers together."""
+
+    model: str
+    tokens_per_second: float
+    captured_tokens: int
+    blocked_seconds: float
+    total_rows: int | None
+    instances: tuple[TargetInstance, ...]
+
+
+class RingStatus(Model):
+    """One ring, by its owner's last heartbeat."""
+
+    instance: str
+    ring_epoch: str
+    transport: str
+    transport_reason: str
+    num_bytes: int
+    slots: dict[str, int]
+    deliveries: dict[str, int]
+    oldest_lease_seconds: float
+    groups: tuple[GroupAccount, ...]
+    stale_calls: dict[str, int]
+    refused_messages: dict[str, int]
+    reclaimed: dict[str, int]
+
+
+class GroupStatus(Model):
+    """One drafter under training."""
+
+    group: str
+    num_live_workers: int
+    step: int
+    """Of the worker that is furthest."""
+    trained_rows: int
+    trained_tokens: int
+    tokens_per_second: float
+    loss: float | None
+    accepted_prefix_length: float | None
+    acceptance_length: float | None
+    """Of its last evaluated checkpoint."""
+    last_checkpoint: str
+    account: GroupAccount | None
+    """Its rows over all rings."""
+
+
+class EvaluationStatus(EvaluationResult):
+    """A measured checkpoint; group and index are empty where its path does not name them."""
+
+    group: str
+    index: int | None
+
+
+class BottleneckStatus(Model):
+    """Which side holds the run back."""
+
+    name: BottleneckName
+    reason: str
+    blocked_share: float | None
+    starved_share: float | None
+
+
+class ErrorStatus(Model):
+    """An error that a service reported."""
+
+    instance: str
+    text: str
+    age_seconds: float
+
+
+class Status(Model):
+    """Everything the control plane knows."""
+
+    schema_version: Literal[1] = 1
+    time: float
+    run: RunStatus
+    is_ready: bool
+    not_ready_reason: str
+    transport: TransportStatus | None
+    rings: tuple[RingStatus, ...]
+    target: TargetStatus
+    workers: tuple[WorkerInstance, ...]
+    groups: tuple[GroupStatus, ...]
+    evaluators: tuple[InstanceStatus, ...]
+    evaluations: tuple[EvaluationStatus, ...]
+    bottleneck: BottleneckStatus
+    errors: tuple[ErrorStatus, ...]
+    refused_messages: dict[str, int]
+
+
+class Health(Model):
+    """Answer of /healthz."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(Model):
+    """Answer of /readyz."""
+
+    is_ready: bool
+    reason: str
+
+
+class CommandAccepted(Model):
+    """Answer to a command; it is carried out with the next heartbeats."""
+
+    name: str
+    number: int
+    num_recipients: int

@@ -1,0 +1,262 @@
+"""Turns a registry's snapshot into the status that people and machines read.
+
+Pure: the same snapshot gives the same status. Every figure of /status, /metrics, /events and
+the page comes from here.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from common.contracts.control_messages import (
+    EvaluationResult,
+    GroupAccount,
+    RingReport,
+    TargetReport,
+    WorkerReport,
+)
+from services.control_plane.health import find_bottleneck
+from services.control_plane.registry import InstanceView, Snapshot
+from services.control_plane.status import (
+    BottleneckStatus,
+    ErrorStatus,
+    EvaluationStatus,
+    GroupStatus,
+    InstanceStatus,
+    RingStatus,
+    RunState,
+    RunStatus,
+    Status,
+    TargetInstance,
+    TargetStatus,
+    TransportStatus,
+    WorkerInstance,
+)
+
+_TRAINING_PHASES = ("running", "waiting", "draining")
+
+
+def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
+    """Return the status of a run."""
+    targets = _sorted(snapshot, "target_server")
+    workers = _sorted(snapshot, "drafter_worker")
+    rings = tuple(_ring(view, ring) for view in targets if (ring := _ring_of(view)) is not None)
+    evaluations = tuple(sorted(map(_evaluation, snapshot.evaluations), key=_evaluation_order))
+    reason = _why_not_ready(targets, workers)
+    return Status(
+        time=time.time(),
+        run=RunStatus(
+            name=run, directory=directory, state=_run_state(targets, workers),
+            command=snapshot.run_command.name if snapshot.run_command else "",
+            uptime_seconds=snapshot.uptime_seconds,
+        ),
+        is_ready=not reason,
+        not_ready_reason=reason,
+        transport=_transport(rings),
+        rings=rings,
+        target=_target(targets),
+        workers=tuple(_worker_instance(view) for view in workers),
+        groups=_groups(workers, rings, evaluations),
+        evaluators=tuple(InstanceStatus(**_common(v)) for v in _sorted(snapshot, "evaluator")),
+        evaluations=evaluations,
+        bottleneck=_bottleneck(targets, workers),
+        errors=tuple(
+            ErrorStatus(instance=error.instance, text=error.text, age_seconds=error.age_seconds)
+            for error in snapshot.errors
+        ),
+        refused_messages=snapshot.refused,
+    )  # fmt: skip
+
+
+def _sorted(snapshot: Snapshot, service: str) -> list[InstanceView]:
+    views = [view for view in snapshot.instances if view.heartbeat.service == service]
+    return sorted(views, key=lambda view: (view.heartbeat.instance, view.heartbeat.session))
+
+
+def _is_live(view: InstanceView) -> bool:
+    return view.condition in ("ok", "stalled")
+
+
+def _why_not_ready(targets: list[InstanceView], workers: list[InstanceView]) -> str:
+    if not any(_is_live(view) and _ring_of(view) is not None for view in targets):
+        return f"no target server with a ring: {_describe(targets)}"
+    if not any(_is_live(view) and view.heartbeat.phase in _TRAINING_PHASES for view in workers):
+        return f"no drafter worker runs: {_describe(workers)}"
+    return ""
+
+
+def _describe(views: list[InstanceView]) -> str:
+    parts = [
+        f"{view.heartbeat.instance} is {view.condition} in phase {view.heartbeat.phase}"
+        + (f" ({view.heartbeat.detail})" if view.heartbeat.detail else "")
+        for view in views
+    ]
+    return ", ".join(parts) or "none has sent a heartbeat"
+
+
+def _run_state(targets: list[InstanceView], workers: list[InstanceView]) -> RunState:
+    """Sum the run up: a failure shows first, then what the workers do."""
+    if not targets and not workers:
+        return "waiting"
+    if any(view.condition == "failed" for view in (*targets, *workers)):
+        return "failed"
+    if workers and all(_is_over(view) for view in workers):
+        return "done"
+    phases = [view.heartbeat.phase for view in workers if _is_live(view) and not _is_over(view)]
+    if phases and all(phase == "paused" for phase in phases):
+        return "paused"
+    if phases and all(phase == "draining" for phase in phases):
+        return "draining"
+    return "running" if any(phase in _TRAINING_PHASES for phase in phases) else "starting"
+
+
+def _is_over(view: InstanceView) -> bool:
+    return view.condition == "ended" or view.heartbeat.phase == "done"
+
+
+def _common(view: InstanceView) -> dict[str, Any]:
+    beat = view.heartbeat
+    return {
+        "service": beat.service, "instance": beat.instance, "session": f"{beat.session:016x}",
+        "pid": beat.pid, "host": beat.host, "phase": beat.phase, "detail": beat.detail,
+        "progress": beat.progress, "condition": view.condition,
+        "heartbeat_age_seconds": view.age_seconds,
+        "progress_age_seconds": view.progress_age_seconds,
+        "exit_code": view.goodbye.exit_code if view.goodbye else None,
+        "exit_reason": view.goodbye.reason if view.goodbye else "",
+    }  # fmt: skip
+
+
+def _target_report(view: InstanceView) -> TargetReport | None:
+    report = view.heartbeat.report
+    return report if isinstance(report, TargetReport) else None
+
+
+def _worker_report(view: InstanceView) -> WorkerReport | None:
+    report = view.heartbeat.report
+    return report if isinstance(report, WorkerReport) else None
+
+
+def _ring_of(view: InstanceView) -> RingReport | None:
+    report = _target_report(view)
+    return report.ring if report is not None else None
+
+
+def _ring(view: InstanceView, report: RingReport) -> RingStatus:
+    fields = report.model_dump(exclude={"ring_epoch"})
+    return RingStatus(
+        instance=view.heartbeat.instance, ring_epoch=f"{report.ring_epoch:016x}", **fields
+    )
+
+
+def _transport(rings: Sequence[RingStatus]) -> TransportStatus | None:
+    if not rings:
+        return None
+    return TransportStatus(
+        chosen=", ".join(sorted({ring.transport for ring in rings})),
+        reason="; ".join(dict.fromkeys(ring.transport_reason for ring in rings)),
+    )
+
+
+def _target(targets: list[InstanceView]) -> TargetStatus:
+    reports = [report for view in targets if (report := _target_report(view)) is not None]
+    live = [r for view in targets if _is_live(view) and (r := _target_report(view)) is not None]
+    totals = [report.total_rows for report in reports if report.total_rows is not None]
+    return TargetStatus(
+        model=", ".join(sorted({report.target for report in reports})),
+        tokens_per_second=sum(report.tokens_per_second for report in live),
+        captured_tokens=sum(report.captured_tokens for report in reports),
+        blocked_seconds=sum(report.blocked_seconds for report in reports),
+        total_rows=sum(totals) if totals else None,
+        instances=tuple(
+            TargetInstance(
+                **_common(view), report=_target_report(view), blocked_share=view.wait_share
+            )
+            for view in targets
+        ),
+    )
+
+
+def _worker_instance(view: InstanceView) -> WorkerInstance:
+    return WorkerInstance(
+        **_common(view), report=_worker_report(view), starved_share=view.wait_share
+    )
+
+
+def _groups(
+    workers: list[InstanceView],
+    rings: Sequence[RingStatus],
+    evaluations: Sequence[EvaluationStatus],
+) -> tuple[GroupStatus, ...]:
+    names = {report.group for view in workers if (report := _worker_report(view)) is not None}
+    names |= {account.group for ring in rings for account in ring.groups}
+    return tuple(_group(name, workers, rings, evaluations) for name in sorted(names))
+
+
+def _group(
+    name: str,
+    workers: list[InstanceView],
+    rings: Sequence[RingStatus],
+    evaluations: Sequence[EvaluationStatus],
+) -> GroupStatus:
+    pairs = [
+        (view, report) for view in workers
+        if (report := _worker_report(view)) is not None and report.group == name
+    ]  # fmt: skip
+    reports = [report for _, report in pairs]
+    live = [report for view, report in pairs if _is_live(view)]
+    furthest = max(reports, key=lambda report: report.step, default=None)
+    measured = [result for result in evaluations if result.group == name]
+    return GroupStatus(
+        group=name,
+        num_live_workers=len(live),
+        step=furthest.step if furthest else 0,
+        trained_rows=sum(report.trained_rows for report in reports),
+        trained_tokens=sum(report.trained_tokens for report in reports),
+        tokens_per_second=sum(report.tokens_per_second for report in live),
+        loss=_mean(report.loss for report in reports),
+        accepted_prefix_length=_mean(report.accepted_prefix_length for report in reports),
+        acceptance_length=measured[-1].acceptance_length if measured else None,
+        last_checkpoint=furthest.checkpoint if furthest else "",
+        account=_sum_accounts([a for ring in rings for a in ring.groups if a.group == name]),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _sum_accounts(accounts: list[GroupAccount]) -> GroupAccount | None:
+    if not accounts:
+        return None
+    counts = [account.model_dump(exclude={"group"}) for account in accounts]
+    sums = {key: sum(count[key] for count in counts) for key in counts[0]}
+    return GroupAccount(group=accounts[0].group, **sums)
+
+
+def _evaluation(result: EvaluationResult) -> EvaluationStatus:
+    group, index = _owner_of(result.checkpoint)
+    return EvaluationStatus(group=group, index=index, **result.model_dump())
+
+
+def _owner_of(checkpoint: str) -> tuple[str, int | None]:
+    """Read group and index from `.../checkpoints/<group>/<index>/step-<number>`."""
+    parts = PurePath(checkpoint).parts
+    if len(parts) >= 4 and parts[-4] == "checkpoints" and parts[-2].isdecimal():
+        return parts[-3], int(parts[-2])
+    return "", None
+
+
+def _evaluation_order(result: EvaluationStatus) -> tuple[str, int, int, str]:
+    return result.group, result.step, result.index or 0, result.checkpoint
+
+
+def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> BottleneckStatus:
+    blocked = [v.wait_share for v in targets if _is_live(v) and v.wait_share is not None]
+    starved = [v.wait_share for v in workers if _is_live(v) and v.wait_share is not None]
+    name, reason = find_bottleneck(blocked, starved)
+    return BottleneckStatus(
+        name=name, reason=reason, blocked_share=_mean(blocked), starved_share=_mean(starved)
+    )

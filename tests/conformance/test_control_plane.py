@@ -1,0 +1,332 @@
+"""The control plane as a process: real HTTP, real sockets, restarts, refusals."""
+
+import json
+import math
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+
+from common.contracts.codec import MAX_MESSAGE_BYTES, encode
+from common.contracts.control_messages import SERVICE_DECODER, Command, ServiceReply
+from common.telemetry.control_link import ControlLink, Identity, ServiceState
+from tests.heartbeats import (
+    RUN,
+    beat,
+    evaluation,
+    evaluator_report,
+    goodbye,
+    target_report,
+    worker_report,
+)
+
+WATCHDOG_SECONDS = 30
+
+
+class Served:
+    """A control plane in a process of its own."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        self.directory = directory
+        self.process = start(directory, *settings)
+        for line in self.process.stderr:
+            if match := re.search(r"serving on (http://\S+)", line):
+                break
+        else:
+            raise AssertionError(f"it ended with exit code {self.process.wait(WATCHDOG_SECONDS)}")
+        self.http = httpx.Client(base_url=match[1], timeout=WATCHDOG_SECONDS)
+
+    @property
+    def token(self) -> str:
+        return (self.directory / "control.token").read_text().strip()
+
+    def status(self) -> dict:
+        return self.http.get("/status").raise_for_status().json()
+
+    def until(self, holds: Callable[[dict], bool]) -> dict:
+        """Return the first event whose status holds."""
+        with self.http.stream("GET", "/events") as events:
+            for line in events.iter_lines():
+                if line.startswith("data: ") and holds(status := json.loads(line[6:])):
+                    return status
+        raise AssertionError("the event stream ended")
+
+    def post(self, name: str, token: str | None = None) -> httpx.Response:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return self.http.post(f"/runs/{name}", headers=headers)
+
+    def close(self, signal_number: int = signal.SIGTERM) -> int:
+        self.http.close()
+        self.process.send_signal(signal_number)
+        try:
+            self.process.communicate(timeout=WATCHDOG_SECONDS)
+        finally:
+            self.process.kill()
+        return self.process.returncode
+
+
+class Line:
+    """A service's end of the control socket, with its messages in the test's hands."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(f"ipc://{directory / 'control.sock'}")
+
+    def ask(self, message) -> ServiceReply:
+        self.socket.send(encode(message))
+        assert self.socket.poll(WATCHDOG_SECONDS * 1000), "no reply"
+        return SERVICE_DECODER.decode(self.socket.recv())
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+def start(directory: Path, *settings: str) -> subprocess.Popen[str]:
+    values = (f"run.name={RUN}", f"run.directory={directory}", "control_plane.port=0", *settings)
+    command = [sys.executable, "-m", "services.control_plane"]
+    for value in values:
+        command += ["--set", value]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def refusal(directory: Path, *settings: str) -> tuple[int, str]:
+    process = start(directory, *settings)
+    try:
+        _, text = process.communicate(timeout=WATCHDOG_SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, text
+
+
+def samples(text: str) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ringdraft-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def served(directory: Path) -> Iterator[Served]:
+    served = Served(directory)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def line(served: Served) -> Iterator[Line]:
+    line = Line(served.directory)
+    yield line
+    line.close()
+
+
+def test_it_says_where_it_serves_and_cleans_up(directory: Path) -> None:
+    served = Served(directory)
+    named = json.loads((directory / "control.json").read_text())
+    assert named == {"url": str(served.http.base_url).rstrip("/"), "pid": served.process.pid}
+    assert served.http.get("/healthz").json() == {"status": "ok"}
+    assert served.close() == 0
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"control.lock", "control.token"}
+
+
+def test_readiness_names_its_reason_until_target_and_worker_run(served: Served, line: Line) -> None:
+    answer = served.http.get("/readyz")
+    assert answer.status_code == 503
+    assert "no target server with a ring" in answer.json()["reason"]
+    line.ask(beat("target_server", 1, report=target_report()))
+    answer = served.http.get("/readyz")
+    assert answer.status_code == 503
+    assert "no drafter worker runs" in answer.json()["reason"]
+    line.ask(beat("drafter_worker", 2, report=worker_report()))
+    answer = served.http.get("/readyz")
+    assert (answer.status_code, answer.json()) == (200, {"is_ready": True, "reason": ""})
+
+
+def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, line: Line) -> None:
+    line.ask(beat("target_server", 1, report=target_report()))
+    line.ask(beat("drafter_worker", 2, report=worker_report()))
+    line.ask(beat("evaluator", 3, report=evaluator_report()))
+    status = served.status()
+    assert status["schema_version"] == 1
+    assert status["transport"] == {"chosen": "host", "reason": "no GPU here"}
+    assert status["rings"][0]["slots"] == {"free": 5, "published": 3}
+    assert status["workers"][0]["report"] == worker_report().model_dump(mode="json")
+    assert status["target"]["instances"][0]["report"] == target_report().model_dump(mode="json")
+    assert status["evaluations"][0]["acceptance_length"] == 2.5
+
+    response = served.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=1.0.0")
+    metrics = samples(response.text)
+    target, worker, ring = (status["target"]["instances"][0]["report"],
+                            status["workers"][0]["report"], status["rings"][0])  # fmt: skip
+    of_worker = 'group="main",index="0",instance="worker-0"'
+    expected = {
+        'target_blocked_seconds_total{instance="target-0"}': target["blocked_seconds"],
+        'target_capture_seconds_total{instance="target-0"}': target["capture_seconds"],
+        'target_captured_tokens_total{instance="target-0"}': target["captured_tokens"],
+        f"drafter_starved_seconds_total{{{of_worker}}}": worker["starved_seconds"],
+        f"drafter_trained_tokens_total{{{of_worker}}}": worker["trained_tokens"],
+        f"drafter_step_seconds{{{of_worker}}}": worker["step_seconds"],
+        f'drafter_acceptance_rate_at{{{of_worker},position="1"}}': worker["acceptance_rate_at"][1],
+        'ring_slots{instance="target-0",state="free"}': ring["slots"]["free"],
+        'ring_published_total{group="main",instance="target-0"}': ring["groups"][0]["published"],
+        'ring_reclaimed_total{instance="target-0",reason="expired"}': ring["reclaimed"]["expired"],
+        'ring_stale_calls_total{call="release",instance="target-0"}': ring["stale_calls"]["release"],
+        'ring_lease_age_seconds{instance="target-0"}': ring["oldest_lease_seconds"],
+        'ring_epoch{instance="target-0"}': float(int(ring["ring_epoch"], 16)),
+        'evaluator_acceptance_length{group="main",index="0",step="5"}': 2.5,
+    }
+    assert {name: metrics.get(name) for name in expected} == expected
+
+
+def test_a_loss_that_is_not_a_number_breaks_no_route(served: Served, line: Line) -> None:
+    line.ask(beat("drafter_worker", report=worker_report(loss=math.nan)))
+    assert served.status()["workers"][0]["report"]["loss"] is None
+    loss = samples(served.http.get("/metrics").text)[
+        'drafter_loss{group="main",index="0",instance="worker-0"}'
+    ]
+    assert math.isnan(loss)
+    assert served.until(lambda status: True)["workers"][0]["report"]["loss"] is None
+
+
+def test_malformed_messages_are_counted_and_survived(served: Served, line: Line) -> None:
+    line.socket.send(b"\xc1")
+    line.socket.send(b"")
+    line.socket.send_multipart([b"two", b"frames"])
+    line.socket.send(encode(Command(name="stop", number=1)))
+    line.socket.send(encode(beat("evaluator")).replace(b"\x93\x01", b"\x93\x63", 1))
+    line.socket.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    line.ask(beat("drafter_worker"))
+    status = served.status()
+    assert status["refused_messages"] == {
+        "malformed": 3, "unknown_type": 1, "wrong_version": 1, "oversized": 1
+    }  # fmt: skip
+    assert [worker["instance"] for worker in status["workers"]] == ["worker-0"]
+    metrics = samples(served.http.get("/metrics").text)
+    assert metrics['control_plane_refused_messages_total{reason="malformed"}'] == 3
+
+
+def test_a_goodbye_is_shown_with_its_exit_code(served: Served, line: Line) -> None:
+    line.ask(beat("drafter_worker"))
+    line.socket.send(encode(goodbye("drafter_worker", exit_code=1, reason="out of memory")))
+    status = served.until(lambda status: status["workers"][0]["exit_code"] is not None)
+    assert status["workers"][0]["condition"] == "failed"
+    assert status["errors"][0]["text"] == "exit code 1: out of memory"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restarted_control_plane_rebuilds_its_state(directory: Path, signal_number: int) -> None:
+    identity = Identity("drafter_worker", "worker-0", RUN)
+    state = ServiceState("running", "training", 7, worker_report())
+    link = ControlLink(
+        identity, directory / "control.sock", interval_seconds=0.05,
+        describe=lambda: state, on_command=lambda command: None,
+    )  # fmt: skip
+    with link:
+        for _ in range(2):
+            served = Served(directory)
+            token = served.token
+            worker = served.until(lambda status: status["workers"])["workers"][0]
+            assert worker["session"] == f"{link.session:016x}"
+            assert worker["report"] == worker_report().model_dump(mode="json")
+            served.close(signal_number)
+    assert token == (directory / "control.token").read_text().strip()
+
+
+def test_results_of_an_evaluator_that_has_ended_are_read_again(directory: Path) -> None:
+    (directory / "evaluations").mkdir()
+    result = evaluation().model_dump(mode="json") | {"text": "more than the record has"}
+    (directory / "evaluations" / "one.json").write_text(json.dumps(result))
+    (directory / "evaluations" / "two.json").write_text("{cut of")
+    served = Served(directory)
+    evaluations = served.status()["evaluations"]
+    served.close()
+    assert [entry["acceptance_length"] for entry in evaluations] == [2.5]
+
+
+def test_a_port_in_use_is_a_config_error_that_names_it(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = refusal(directory, f"control_plane.port={port}")
+    assert code == 2
+    assert f"port {port} is in use" in text
+    assert "control_plane.port" in text
+    assert "Traceback" not in text
+
+
+def test_a_second_control_plane_of_a_run_is_refused_and_the_first_serves_on(served: Served) -> None:
+    code, text = refusal(served.directory)
+    assert code == 2
+    assert f"pid {served.process.pid}" in text
+    assert "run.directory" in text
+    assert served.http.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_command_without_the_token_is_refused_and_not_delivered(
+    served: Served, line: Line, token: str | None
+) -> None:
+    line.ask(beat("drafter_worker"))
+    assert served.post("stop", token).status_code == 401
+    assert line.ask(beat("drafter_worker", number=2)).commands == ()
+
+
+def test_a_command_with_the_token_rides_in_the_replies(served: Served, line: Line) -> None:
+    line.ask(beat("drafter_worker"))
+    answer = served.post("pause", served.token)
+    assert answer.status_code == 202
+    (command,) = line.ask(beat("drafter_worker", number=2)).commands
+    assert (command.name, command.number) == ("pause", answer.json()["number"])
+    assert answer.json()["num_recipients"] == 1
+    assert served.post("explode", served.token).status_code == 422
+
+
+def test_a_command_reaches_a_service_through_its_link_once(served: Served) -> None:
+    commands: queue.Queue[Command] = queue.Queue()
+    link = ControlLink(
+        Identity("drafter_worker", "worker-0", RUN), served.directory / "control.sock",
+        interval_seconds=0.05, describe=lambda: ServiceState("running"), on_command=commands.put,
+    )  # fmt: skip
+    with link:
+        served.until(lambda status: status["workers"])
+        for name in ("pause", "resume", "checkpoint"):
+            served.post(name, served.token)
+            assert commands.get(timeout=WATCHDOG_SECONDS).name == name
+    assert commands.empty()
+
+
+def test_the_token_is_its_owners_alone(served: Served) -> None:
+    assert (served.directory / "control.token").stat().st_mode & 0o777 == 0o600
+    assert len(served.token) >= 32
+
+
+def test_the_page_loads_nothing_from_elsewhere(served: Served) -> None:
+    page = served.http.get("/").raise_for_status().text
+    assert not re.search(r"""(src|href|url\()\s*=?\s*["']?(https?:)?//""", page)
+    assert "EventSource" in page
+
+
+def test_an_open_event_stream_does_not_keep_it_from_ending(directory: Path) -> None:
+    served = Served(directory)
+    with served.http.stream("GET", "/events") as events:
+        next(events.iter_lines())
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(WATCHDOG_SECONDS) == 0
+    served.close()

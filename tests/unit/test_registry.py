@@ -1,0 +1,291 @@
+"""What the registry makes of heartbeats: sessions, conditions, commands, bottleneck, status."""
+
+import math
+
+import pytest
+
+from services.control_plane.health import find_bottleneck, is_silent, is_stalled
+from services.control_plane.registry import InstanceView, Registry
+from services.control_plane.status import Status
+from services.control_plane.view import build_status
+from tests.heartbeats import (
+    RUN,
+    beat,
+    evaluation,
+    evaluator_report,
+    goodbye,
+    ring_report,
+    target_report,
+    worker_report,
+)
+
+HEARTBEAT_SECONDS = 0.5
+
+
+class Clock:
+    """A time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock: Clock) -> Registry:
+    return Registry(RUN, HEARTBEAT_SECONDS, clock)
+
+
+def only(registry: Registry) -> InstanceView:
+    (view,) = registry.snapshot().instances
+    return view
+
+
+def status_of(registry: Registry) -> Status:
+    return build_status(registry.snapshot(), RUN, "runs/demo")
+
+
+def run_both(registry: Registry, clock: Clock, blocked: float, starved: float) -> None:
+    """Send ten seconds of heartbeats in which each side waits for its share of the time."""
+    for number in range(1, 22):
+        seconds = number * HEARTBEAT_SECONDS
+        clock.now += HEARTBEAT_SECONDS
+        registry.take_heartbeat(beat("target_server", 1, number,
+                                     report=target_report(blocked_seconds=blocked * seconds)))  # fmt: skip
+        registry.take_heartbeat(beat("drafter_worker", 2, number,
+                                     report=worker_report(starved_seconds=starved * seconds)))  # fmt: skip
+
+
+def test_a_first_heartbeat_registers_and_is_answered(registry: Registry) -> None:
+    reply = registry.take_heartbeat(beat("drafter_worker", session=77, number=3))
+    assert (reply.session, reply.number, reply.heartbeat_seconds) == (77, 3, HEARTBEAT_SECONDS)
+    assert only(registry).condition == "ok"
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_repeated_or_late_heartbeat_is_a_counted_no_op(registry: Registry, number: int) -> None:
+    registry.take_heartbeat(beat("drafter_worker", number=5, detail="kept"))
+    assert registry.take_heartbeat(beat("drafter_worker", number=number, detail="late")) is None
+    assert only(registry).heartbeat.detail == "kept"
+    assert registry.snapshot().refused == {"stale_number": 1}
+
+
+def test_a_heartbeat_of_another_run_is_refused(registry: Registry) -> None:
+    assert registry.take_heartbeat(beat("drafter_worker", run="other")) is None
+    assert registry.snapshot().instances == ()
+    assert registry.snapshot().refused == {"foreign_run": 1}
+
+
+def test_an_instance_is_silent_after_two_missed_heartbeats(registry: Registry, clock: Clock) -> None:
+    registry.take_heartbeat(beat("drafter_worker"))
+    clock.now += 2 * HEARTBEAT_SECONDS
+    assert only(registry).condition == "ok"
+    clock.now += HEARTBEAT_SECONDS
+    assert only(registry).condition == "silent"
+    registry.take_heartbeat(beat("drafter_worker", number=2))
+    assert only(registry).condition == "ok"
+
+
+def test_heartbeats_without_progress_become_stalled(registry: Registry, clock: Clock) -> None:
+    for number in range(1, 300):
+        clock.now += HEARTBEAT_SECONDS
+        registry.take_heartbeat(beat("drafter_worker", number=number, progress=4))
+    assert only(registry).condition == "stalled"
+    assert only(registry).age_seconds == 0
+    registry.take_heartbeat(beat("drafter_worker", number=300, progress=5))
+    assert only(registry).condition == "ok"
+
+
+@pytest.mark.parametrize(
+    ("phase", "age", "step", "wait_share", "stalled"),
+    [
+        ("running", 59, 0.1, None, False),
+        ("running", 61, 0.1, None, True),
+        ("running", 61, 8.0, None, False),  # ten median steps are longer than the allowance
+        ("running", 81, 8.0, None, True),
+        ("running", 61, 0.1, 0.9, False),  # it waits for its peer
+        ("running", 601, 0.1, 0.9, True),  # but not for ever
+        ("compiling", 1000, 0.0, None, False),
+        ("compiling", 1300, 0.0, None, True),
+        ("paused", 1e6, 0.1, None, False),
+        ("done", 1e6, 0.1, None, False),
+    ],
+)
+def test_progress_is_overdue_after_ten_steps_or_the_phases_allowance(
+    phase, age, step, wait_share, stalled
+) -> None:
+    assert is_stalled(phase, age, step, wait_share) == stalled
+
+
+def test_silence_counts_in_intervals() -> None:
+    assert not is_silent(1.0, 0.5)
+    assert is_silent(1.5, 0.5)
+
+
+def test_a_goodbye_ends_a_session_and_later_messages_change_nothing(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", number=1))
+    registry.take_goodbye(goodbye("drafter_worker"))
+    assert registry.take_heartbeat(beat("drafter_worker", number=2)) is None
+    registry.take_goodbye(goodbye("drafter_worker"))
+    registry.take_goodbye(goodbye("drafter_worker", session=99))
+    assert only(registry).condition == "ended"
+    assert registry.snapshot().refused == {"ended_session": 2, "unknown_session": 1}
+
+
+def test_a_failed_goodbye_is_a_failure_and_an_error(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker"))
+    registry.take_goodbye(goodbye("drafter_worker", exit_code=1, reason="NaN in the loss"))
+    assert only(registry).condition == "failed"
+    (error,) = registry.snapshot().errors
+    assert (error.instance, error.text) == ("worker-0", "exit code 1: NaN in the loss")
+
+
+def test_an_error_in_every_heartbeat_is_listed_once(registry: Registry) -> None:
+    for number in (1, 2, 3):
+        registry.take_heartbeat(beat("target_server", number=number, errors=("disk is slow",)))
+    assert [error.text for error in registry.snapshot().errors] == ["disk is slow"]
+
+
+def test_a_session_takes_the_place_of_a_silent_one_of_its_name(registry: Registry, clock: Clock) -> None:
+    registry.take_heartbeat(beat("drafter_worker", session=1))
+    clock.now += 10
+    registry.take_heartbeat(beat("drafter_worker", session=2))
+    assert only(registry).heartbeat.session == 2
+
+
+def test_two_live_processes_under_one_name_are_both_seen(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", session=1))
+    registry.take_heartbeat(beat("drafter_worker", session=2))
+    assert {view.heartbeat.session for view in registry.snapshot().instances} == {1, 2}
+
+
+def test_a_registry_that_starts_empty_knows_all_again_after_one_interval(clock: Clock) -> None:
+    beats = [beat("target_server", 1, 50, report=target_report()),
+             beat("drafter_worker", 2, 60, report=worker_report()),
+             beat("evaluator", 3, 70, report=evaluator_report())]  # fmt: skip
+    statuses = []
+    for _ in range(2):
+        registry = Registry(RUN, HEARTBEAT_SECONDS, clock)
+        for message in beats:
+            assert registry.take_heartbeat(message) is not None
+        statuses.append(status_of(registry).model_dump(exclude={"time"}))
+    assert statuses[0] == statuses[1]
+
+
+def test_a_command_is_repeated_in_every_reply_and_reaches_later_sessions(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", session=1))
+    pause, num_recipients = registry.command("pause")
+    assert num_recipients == 1
+    for number in (2, 3):
+        assert registry.take_heartbeat(beat("drafter_worker", 1, number)).commands == (pause,)
+    assert registry.take_heartbeat(beat("drafter_worker", session=2)).commands == (pause,)
+
+
+def test_a_newer_command_for_the_run_replaces_the_older(registry: Registry) -> None:
+    pause, _ = registry.command("pause")
+    resume, _ = registry.command("resume")
+    assert resume.number > pause.number
+    assert registry.take_heartbeat(beat("drafter_worker")).commands == (resume,)
+
+
+def test_numbers_of_commands_rise_over_a_restart(clock: Clock) -> None:
+    first, _ = Registry(RUN, HEARTBEAT_SECONDS, clock).command("pause")
+    second, _ = Registry(RUN, HEARTBEAT_SECONDS, clock).command("pause")
+    assert second.number >= first.number > 1_000_000_000
+
+
+def test_a_checkpoint_goes_to_the_workers_of_its_moment_only(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", session=1))
+    registry.take_heartbeat(beat("target_server", session=2))
+    checkpoint, num_recipients = registry.command("checkpoint")
+    assert num_recipients == 1
+    assert registry.take_heartbeat(beat("drafter_worker", 1, 2)).commands == (checkpoint,)
+    assert registry.take_heartbeat(beat("target_server", 2, 2)).commands == ()
+    assert registry.take_heartbeat(beat("drafter_worker", session=3)).commands == ()
+
+
+def test_a_drain_begins_at_the_target(registry: Registry) -> None:
+    drain, _ = registry.command("drain")
+    assert registry.take_heartbeat(beat("target_server", session=1)).commands == (drain,)
+    assert registry.take_heartbeat(beat("drafter_worker", session=2)).commands == ()
+
+
+@pytest.mark.parametrize(
+    ("blocked", "starved", "name"),
+    [(0.7, 0.0, "drafter"), (0.0, 0.7, "target"), (0.4, 0.5, "transport"), (0.01, 0.02, "unknown")],
+)
+def test_the_bottleneck_is_the_other_side_of_the_one_that_waits(
+    registry, clock, blocked, starved, name
+) -> None:
+    run_both(registry, clock, blocked, starved)
+    bottleneck = status_of(registry).bottleneck
+    assert bottleneck.name == name
+    assert bottleneck.blocked_share == pytest.approx(blocked)
+    assert bottleneck.starved_share == pytest.approx(starved)
+
+
+def test_the_bottleneck_is_unknown_without_both_sides() -> None:
+    assert find_bottleneck([0.5], [])[0] == "unknown"
+    assert find_bottleneck([], [0.5])[0] == "unknown"
+
+
+def test_ready_needs_a_ring_and_a_worker_that_runs(registry: Registry, clock: Clock) -> None:
+    assert "none has sent a heartbeat" in status_of(registry).not_ready_reason
+    registry.take_heartbeat(beat("target_server", 1, phase="loading", detail="reading weights"))
+    assert "reading weights" in status_of(registry).not_ready_reason
+    registry.take_heartbeat(beat("target_server", 1, 2, report=target_report()))
+    registry.take_heartbeat(beat("drafter_worker", 2, phase="compiling", report=worker_report()))
+    assert "worker-0 is ok in phase compiling" in status_of(registry).not_ready_reason
+    registry.take_heartbeat(beat("drafter_worker", 2, 2, report=worker_report()))
+    assert status_of(registry).is_ready
+    clock.now += 60
+    assert "target-0 is silent" in status_of(registry).not_ready_reason
+
+
+def test_groups_sum_workers_and_rings_and_know_their_last_evaluation(registry: Registry) -> None:
+    registry.take_heartbeat(beat("target_server", 1, report=target_report()))
+    registry.take_heartbeat(beat("drafter_worker", 2, instance="a", report=worker_report(loss=2.0)))
+    registry.take_heartbeat(
+        beat("drafter_worker", 3, instance="b", report=worker_report(index=1, step=9, loss=4.0))
+    )
+    registry.add_evaluations([evaluation(), evaluation(checkpoint="elsewhere", step=900)])
+    (group,) = status_of(registry).groups
+    assert (group.group, group.num_live_workers, group.step) == ("main", 2, 9)
+    assert (group.trained_rows, group.tokens_per_second, group.loss) == (14, 1024.0, 3.0)
+    assert group.acceptance_length == 2.5
+    assert group.account.published == 11
+
+
+def test_the_ring_epoch_survives_json_as_text(registry: Registry) -> None:
+    registry.take_heartbeat(beat("target_server", report=target_report(ring=ring_report())))
+    assert status_of(registry).rings[0].ring_epoch == f"{(1 << 63) + 12345:016x}"
+
+
+def test_a_loss_that_is_not_a_number_becomes_null_in_json(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", report=worker_report(loss=math.nan)))
+    text = status_of(registry).model_dump_json()
+    assert "NaN" not in text
+    assert Status.model_validate_json(text).workers[0].report.loss is None
+
+
+@pytest.mark.parametrize(
+    ("phases", "state"),
+    [
+        (("compiling",), "starting"),
+        (("running", "compiling"), "running"),
+        (("paused", "paused"), "paused"),
+        (("done", "running"), "running"),
+        (("done", "done"), "done"),
+        (("failed", "running"), "failed"),
+    ],
+)
+def test_the_state_of_a_run_sums_up_its_workers(registry, phases, state) -> None:
+    for session, phase in enumerate(phases):
+        registry.take_heartbeat(beat("drafter_worker", session, instance=f"w{session}", phase=phase))
+    assert status_of(registry).run.state == state
