@@ -45,7 +45,9 @@ class Decoder:
 
 def _open_envelope(raw: bytes) -> tuple[Any, Any, Any]:
     if len(raw) > MAX_MESSAGE_BYTES:
-        raise MessageError("oversized", f"got {len(raw)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        raise MessageError(
+            "oversized", f"got {len(raw)} bytes, expected at most {MAX_MESSAGE_BYTES}"
+        )
     try:
         envelope = msgpack.unpackb(raw, use_list=False, raw=False, strict_map_key=True)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:

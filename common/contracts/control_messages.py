@@ -31,6 +31,8 @@ class GroupAccount(Record):
     in_ring: Count
     consumed: Count
     committed: Count
+    open: Count
+    """Sequences published and not settled: in the ring, on their way, or not committed yet."""
     requeued: Count
     recaptured: Count
     poison_late: Count

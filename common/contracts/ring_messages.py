@@ -108,6 +108,8 @@ class Welcome(Record):
     session: U64
     segment: SegmentRef
     row_schema: RowSchema
+    total_rows: Count | None
+    """Rows of the whole stream where the data has been counted: schedules follow it."""
     heartbeat_seconds: float
     lease_seconds: float
 

@@ -94,6 +94,11 @@ class RingConsumer:
             self._raise_failure()
             return self._welcome.row_schema if self._welcome else None
 
+    @property
+    def total_rows(self) -> int | None:
+        """Rows of the whole stream, where the owner knows it."""
+        return self._welcome.total_rows if self._welcome else None
+
     def acquire(self, timeout: float) -> Lease | None:
         """READY -lease-> LEASED, by the owner: return the next lease, or None after `timeout`."""
         with self._changed:

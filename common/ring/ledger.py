@@ -58,6 +58,7 @@ class GroupLedger:
     def publish(self, sequence: int) -> None:
         """Open a sequence."""
         self._awaited.discard(sequence)
+        self.counts["recaptured"] += sequence in self._open
         self._open[sequence] = None
 
     def release(self, sequence: int, session: int) -> None:
@@ -122,7 +123,6 @@ class GroupLedger:
         self._open[sequence] = None
         self._awaited.add(sequence)
         self._recaptures.append(sequence)
-        self.counts["recaptured"] += 1
 
     def _is_settled(self, sequence: int) -> bool:
         return sequence < self._low or sequence in self._above

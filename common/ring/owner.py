@@ -92,6 +92,7 @@ class RingOwner:
         schema: RowSchema,
         table: RingTable,
         groups: dict[str, GroupTable],
+        total_rows: int | None = None,
         settled: dict[str, SequenceSet] | None = None,
         backing: type[HostSegment] | type[MemorySegment] = HostSegment,
         transport_reason: str = "",
@@ -113,7 +114,13 @@ class RingOwner:
         self._endpoint = endpoint
         self._checksum = table.checksum_payload
         self._protocol = OwnerProtocol(
-            self.ring_epoch, self._segment.ref, schema, table, groups, settled
+            self.ring_epoch,
+            self._segment.ref,
+            schema,
+            table=table,
+            groups=groups,
+            total_rows=total_rows,
+            settled=settled,
         )
         self._stop = threading.Event()
         self._failure: BaseException | None = None

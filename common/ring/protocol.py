@@ -47,8 +47,10 @@ class OwnerProtocol:
         ring_epoch: int,
         segment: SegmentRef,
         schema: RowSchema,
+        *,
         table: RingTable,
         groups: dict[str, GroupTable],
+        total_rows: int | None = None,
         settled: dict[str, SequenceSet] | None = None,
     ) -> None:
         self.ring_epoch = ring_epoch
@@ -61,6 +63,7 @@ class OwnerProtocol:
         self.ledgers = {name: GroupLedger(known.get(name, SequenceSet())) for name in groups}
         self._segment = segment
         self._schema = schema
+        self._total_rows = total_rows
         self._table = table
         self._groups = groups
         self._limbo: list[_Limbo] = []
@@ -164,6 +167,7 @@ class OwnerProtocol:
                 session=hello.session,
                 segment=self._segment,
                 row_schema=self._schema,
+                total_rows=self._total_rows,
                 heartbeat_seconds=self._table.heartbeat_seconds,
                 lease_seconds=self._table.lease_seconds,
             ),

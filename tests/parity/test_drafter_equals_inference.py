@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.drafters.dflash.anchors import select_anchors
+from common.drafters.dflash.attention import make_layout
 from common.drafters.dflash.checkpoint import drafter_config
 from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
 from common.drafters.dflash.drafting import DraftContext
@@ -16,7 +17,6 @@ from common.drafters.dflash.objective import (
     block_positions,
     noise_embedding,
 )
-from common.drafters.dflash.attention import make_layout
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
 dflash_model = pytest.importorskip("dflash.model", reason="oracle dflash 0.1.0 is not installed")

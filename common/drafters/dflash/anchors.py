@@ -29,7 +29,9 @@ def eligible_positions(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
     """Return [T] bool: this position and the next are supervised and in one document."""
     supervised = (loss_mask != 0) & (document_ids >= 0)
     following = torch.roll(supervised, -1) & (torch.roll(document_ids, -1) == document_ids)
-    following = following & (torch.arange(len(loss_mask), device=loss_mask.device) < len(loss_mask) - 1)
+    following = following & (
+        torch.arange(len(loss_mask), device=loss_mask.device) < len(loss_mask) - 1
+    )
     return supervised & following
 
 

@@ -125,12 +125,16 @@ def _tiles(
     tile_stop = (tile_start + MASK_TILE).clamp_max(num_keys)
 
     def meets(first: Tensor, last: Tensor) -> Tensor:
-        overlap = torch.minimum(last[:, None], tile_stop) > torch.maximum(first[:, None], tile_start)
+        overlap = torch.minimum(last[:, None], tile_stop) > torch.maximum(
+            first[:, None], tile_start
+        )
         return overlap & is_slot[:, None]
 
     own = layout.num_context + block * layout.block_size
     touched = meets(low, stop) | meets(own, own + layout.block_size)
-    covered = (low[:, None] <= tile_start) & (stop[:, None] >= tile_start + MASK_TILE) & is_slot[:, None]
+    covered = (
+        (low[:, None] <= tile_start) & (stop[:, None] >= tile_start + MASK_TILE) & is_slot[:, None]
+    )
     num_key_tiles = tile_start.shape[1]
     touched = touched.view(-1, MASK_TILE, num_key_tiles).any(1)
     covered = covered.view(-1, MASK_TILE, num_key_tiles).all(1)

@@ -25,10 +25,14 @@ WEIGHTS_FILE = "model.safetensors"
 
 def write_drafter(directory: Path, state: dict[str, Tensor], spec: DrafterSpec) -> None:
     """Write the servable files into an existing directory, weights in bfloat16."""
-    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()}
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()
+    }
     for name, value in weights.items():
         if not torch.isfinite(value).all():
-            raise CheckpointError(f"tensor {name!r} holds NaN or infinity; {directory} is not written")
+            raise CheckpointError(
+                f"tensor {name!r} holds NaN or infinity; {directory} is not written"
+            )
     save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(drafter_config(spec), indent=2) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -111,13 +115,18 @@ def load_state(drafter: DFlashDrafter, directory: Path) -> None:
         if weights[name].shape != own[name].shape
     ]
     if wrong:
-        raise CheckpointError(f"checkpoint {str(directory)!r} does not fit the drafter: {', '.join(wrong)}")
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r} does not fit the drafter: {', '.join(wrong)}"
+        )
     drafter.load_state_dict(weights)
 
 
 def _spec_of(config: dict[str, Any]) -> DrafterSpec:
     inner = config["dflash_config"]
-    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    rope = config.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+    }
     return DrafterSpec(
         num_layers=config["num_hidden_layers"],
         block_size=inner["block_size"] if "block_size" in inner else config["block_size"],

@@ -62,16 +62,26 @@ class DrafterTable(Table):
 class TargetShape(Protocol):
     """What a drafter must know of its target's shape."""
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, Any]
-    max_position_embeddings: int
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope(self) -> dict[str, Any]: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def resolve_spec(
         head_dim=table.head_dim or target.head_dim,
         vocab_size=target.vocab_size,
         rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope_parameters),
+        rope_parameters=dict(target.rope),
         max_position_embeddings=target.max_position_embeddings,
         num_target_layers=target.num_layers,
         target_layer_ids=tuple(target_layer_ids),

@@ -43,7 +43,9 @@ class DraftContext:
     def append(self, aux_hidden_states: Tensor) -> None:
         """Add the next positions' aux hidden states [s, L*H]."""
         start = self.num_tokens
-        positions = torch.arange(start, start + len(aux_hidden_states), device=aux_hidden_states.device)
+        positions = torch.arange(
+            start, start + len(aux_hidden_states), device=aux_hidden_states.device
+        )
         fused = self._drafter.fuse(aux_hidden_states.to(self._embedding.dtype))
         grown = self._drafter.context_keys_values(fused, positions)
         if self._layers:

@@ -49,7 +49,9 @@ def unpack_sums(sums: Sequence[float]) -> StepFigures:
     supervised = sums[NUM_SCALARS + num_slots :]
     return StepFigures(
         loss=loss / weight if weight else 0.0,
-        acceptance_rate_at=tuple(r / n if n else 0.0 for r, n in zip(right, supervised, strict=True)),
+        acceptance_rate_at=tuple(
+            r / n if n else 0.0 for r, n in zip(right, supervised, strict=True)
+        ),
         accepted_prefix_length=prefix / blocks if blocks else 0.0,
         num_blocks=int(blocks),
     )

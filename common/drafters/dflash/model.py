@@ -133,7 +133,9 @@ class DFlashDrafter(nn.Module):
         scale = self.rotary_scale
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
-    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context_keys_values(
+        self, context: Tensor, positions: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return each layer's keys and values [n_kv, T, d] of fused context rows [T, H]."""
         rotary = self.rotary(positions, context.dtype)
         return [layer.self_attn.keys_values(context, rotary) for layer in self.layers]

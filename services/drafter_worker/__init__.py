@@ -1,0 +1,1 @@
+"""Leases rows, trains a drafter on them, writes servable checkpoints."""

@@ -1,0 +1,170 @@
+"""Puts a drafter worker together: session, drafter, buffers, optimizer, checkpoints."""
+
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.contracts.rows import RowSchema
+from common.contracts.sequences import SequenceSet
+from common.drafters.dflash.checkpoint import load_state, read_spec
+from common.drafters.dflash.config import DrafterSpec, resolve_spec
+from common.drafters.dflash.initialise import init_from_target, random_init
+from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.objective import DFlashObjective
+from common.errors import CheckpointError, ConfigError, PeerLostError
+from common.ring.consumer import RingConsumer
+from common.target.loading import (
+    TargetDescription,
+    describe_target,
+    load_tokenizer,
+    resolve_mask_token_id,
+    resolve_target_layer_ids,
+)
+from common.target.weights import load_decoder_layers, load_embedding_and_head
+from common.tensors import RowBuffers
+from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
+from services.drafter_worker.config import WorkerConfig
+from services.drafter_worker.meter import Progress
+from services.drafter_worker.optim import MasterAdamW
+from services.drafter_worker.step import Stepper
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A drafter with everything that trains it, before the first row."""
+
+    spec: DrafterSpec
+    drafter: DFlashDrafter
+    optimizer: MasterAdamW
+    progress: Progress
+    consumed: SequenceSet
+    target: TargetDescription
+
+
+def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
+    """Make the drafter: from the newest checkpoint of the store, or from its initial weights."""
+    device = torch.device(config.run.device)
+    target = describe_target(config.target)
+    spec = resolve_spec(
+        config.drafter,
+        target,
+        target_layer_ids=resolve_target_layer_ids(config.target, target.num_layers),
+        mask_token_id=resolve_mask_token_id(
+            config.target, len(load_tokenizer(config.target)), target.vocab_size
+        ),
+    )
+    drafter = DFlashDrafter(spec)
+    newest = store.newest()
+    if newest is None:
+        _initialise(drafter, config, target)
+    else:
+        _check_same_spec(newest, spec)
+        load_state(drafter, newest)
+    # Masters are taken before the working weights are rounded.
+    masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
+    drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    optimizer = MasterAdamW(drafter.parameters(), masters, config.optimizer)
+    progress, consumed = Progress(), SequenceSet()
+    if newest is not None:
+        tensors, state = read_trainer(newest)
+        optimizer.load_state(tensors)
+        consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
+        progress = Progress(**state)
+    return Trainee(spec, drafter, optimizer, progress, consumed, target)
+
+
+def check_schema(consumer: RingConsumer, config: WorkerConfig, trainee: Trainee) -> RowSchema:
+    """Wait for the target server and refuse rows that this drafter cannot read."""
+    schema = consumer.schema(config.training.target_timeout_seconds)
+    if schema is None:
+        raise PeerLostError(
+            f"target server did not answer within {config.training.target_timeout_seconds} s; "
+            f"see its log"
+        )
+    expected = {
+        "target_layer_ids": trainee.spec.target_layer_ids,
+        "hidden_size": trainee.spec.hidden_size,
+        "target_fingerprint": trainee.target.fingerprint,
+    }
+    for name, value in expected.items():
+        got = getattr(schema, name)
+        if got != value:
+            raise ConfigError(
+                f"rows of the target server: {name} got {got!r}, expected {value!r}; give target "
+                f"server and worker the same [target]"
+            )
+    return schema
+
+
+def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> Stepper:
+    """Put the objective on its static buffers; on CUDA this compiles and captures."""
+    device = torch.device(config.run.device)
+    dtype = next(trainee.drafter.parameters()).dtype
+    tables = load_embedding_and_head(config.target, device, dtype)
+    on_cuda = device.type == "cuda"
+    objective = DFlashObjective(
+        trainee.drafter,
+        embedding=tables.embedding,
+        head=tables.head,
+        num_anchors=config.drafter.num_anchors,
+        max_documents=schema.max_documents,
+        loss_chunk_rows=config.drafter.loss_chunk_rows,
+        backend="flex" if on_cuda else "sdpa",
+    ).to(device)
+    return Stepper(
+        objective,
+        trainee.optimizer,
+        RowBuffers.allocate(schema, device, dtype),
+        use_compile=on_cuda and config.drafter.compile,
+        use_cuda_graphs=on_cuda and config.drafter.cuda_graphs,
+    )
+
+
+def describe_run(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> dict[str, Any]:
+    """Return run.json: where a checkpoint is from."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "command_line": sys.argv,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("ringdraft", "torch", "transformers")},
+        },
+        "target_fingerprint": trainee.target.fingerprint,
+        "template_fingerprint": schema.template_fingerprint,
+        "feature_engine": schema.feature_engine,
+    }
+
+
+def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDescription) -> None:
+    random_init(drafter, config.run.seed)
+    if config.drafter.init == "target_layers":
+        count = config.drafter.num_layers
+        if count > target.num_layers:
+            raise ConfigError(
+                f"init = 'target_layers': got {count} draft layers, expected at most the target's "
+                f"{target.num_layers}"
+            )
+        ids = tuple(range(target.num_layers - count, target.num_layers))
+        tensors = load_decoder_layers(config.target, ids, device="cpu", dtype=torch.float32)
+        prefixes = [f"layers.{layer}." for layer in ids]
+        layers = [
+            {name.removeprefix(p): value for name, value in tensors.items() if name.startswith(p)}
+            for p in prefixes
+        ]
+        init_from_target(drafter, layers, tensors["norm.weight"])
+
+
+def _check_same_spec(checkpoint: Path, spec: DrafterSpec) -> None:
+    # The decay of the loss is no part of the network and not in its files.
+    differences = [d for d in read_spec(checkpoint).differences(spec) if "loss_decay" not in d]
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r} is of another drafter (its value and the config's): "
+            f"{'; '.join(differences)}; choose another run.directory, or the old [drafter]"
+        )

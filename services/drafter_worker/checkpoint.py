@@ -1,0 +1,135 @@
+"""Checkpoints of one worker: servable at the top, the trainer's state beside it, never half there.
+
+    checkpoints/<group>/<index>/step-000200/   config.json  model.safetensors      (z-lab layout)
+                                               run.json                            (where it is from)
+                                               trainer/state.json  trainer/optimizer.safetensors
+
+Written under a temporary name, fsynced, renamed. Until workers sync, each owns the lowest index of
+its group that nobody holds, by a lock that ends with the process.
+"""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import CheckpointError, ConfigError
+from common.lifecycle import FileLock
+
+_STEP_PREFIX = "step-"
+_UNFINISHED = ".unfinished-"
+
+
+def claim_index(group_directory: Path, holder: str) -> tuple[int, FileLock]:
+    """Take the lowest index of a group that no live worker holds."""
+    index = 0
+    while True:
+        lock = FileLock(group_directory / str(index) / "owner.lock", holder)
+        try:
+            return index, lock.acquire("it belongs to another worker")
+        except ConfigError:
+            index += 1
+
+
+class CheckpointStore:
+    """One worker's series of checkpoints; the first and the newest `keep` stay."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
+
+    def save(
+        self,
+        step: int,
+        write_model: Any,
+        optimizer: dict[str, Tensor],
+        state: dict[str, Any],
+        run: dict[str, Any],
+    ) -> Path:
+        """Write a checkpoint and return its path; raise `CheckpointError` and leave nothing.
+
+        Args:
+            write_model: writes the servable files into the directory that it is given.
+            state: JSON of step, counters and the consumed set.
+            run: JSON of where the checkpoint is from.
+        """
+        final = self._directory / f"{_STEP_PREFIX}{step:06d}"
+        temporary = self._directory / f"{_UNFINISHED}{final.name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / "trainer").mkdir(parents=True)
+            write_model(temporary)
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()},
+                temporary / "trainer" / "optimizer.safetensors",
+            )
+            _write_json(temporary / "trainer" / "state.json", state)
+            _write_json(temporary / "run.json", run)
+            _sync_tree(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync(self._directory)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(_why_not_written(final, error)) from error
+        self._prune()
+        return final
+
+    def newest(self) -> Path | None:
+        """Return the newest whole checkpoint."""
+        steps = self._steps()
+        return steps[-1] if steps else None
+
+    def _prune(self) -> None:
+        steps = self._steps()
+        first = steps[:1] if steps and steps[0].name.endswith("000000") else []
+        for old in steps[len(first) : -self._keep]:
+            shutil.rmtree(old)
+
+    def _steps(self) -> list[Path]:
+        return sorted(self._directory.glob(f"{_STEP_PREFIX}*"))
+
+
+def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a checkpoint's optimizer tensors and state."""
+    try:
+        tensors = load_file(checkpoint / "trainer" / "optimizer.safetensors")
+        state = json.loads((checkpoint / "trainer" / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r}: trainer state cannot be read: {error}"
+        ) from error
+    return tensors, state
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _why_not_written(path: Path, error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"checkpoint {path}: the disk is full; free space, older checkpoints are untouched"
+    return f"checkpoint {path} cannot be written: {error}"

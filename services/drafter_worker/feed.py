@@ -1,0 +1,132 @@
+"""Rows into staging buffers, ahead of the step.
+
+    prefetch thread  acquire -> copy -> verify -> release    waits for: a free buffer, a lease
+    main thread      next_row -> ... -> give_back            waits for: a staged row (bounded)
+    unblocked by     prefetch: give_back, a descriptor, close;  main: a staged row, a failure
+
+A slot is released when its copy is done and verified, not when the row is trained.
+"""
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import PeerLostError
+from common.ring.consumer import RingConsumer
+from common.ring.layout import SlotLayout
+from common.ring.lease import Lease
+from common.tensors import RowBuffers
+
+POLL_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StagedRow:
+    """A staged row, ready to train on until it is given back."""
+
+    sequence: int
+    used_tokens: int
+    buffers: RowBuffers
+
+
+class RowFeed:
+    """Stages rows of one ring into a fixed set of buffers."""
+
+    def __init__(
+        self,
+        consumer: RingConsumer,
+        layout: SlotLayout,
+        buffers: list[RowBuffers],
+        *,
+        target_timeout_seconds: float,
+    ) -> None:
+        self._consumer = consumer
+        self._layout = layout
+        self._timeout = target_timeout_seconds
+        self._free: queue.Queue[RowBuffers] = queue.Queue()
+        for entry in buffers:
+            self._free.put(entry)
+        self._staged: queue.Queue[StagedRow] = queue.Queue()
+        self._failure: BaseException | None = None
+        self._stop = threading.Event()
+        self.num_torn = 0
+        self._stream = torch.cuda.Stream() if buffers[0].token_ids.device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next_row(self, timeout: float) -> StagedRow | None:
+        """Return the next staged row, or None where none comes within `timeout`."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._staged.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def give_back(self, row: StagedRow) -> None:
+        """The row's buffers may be filled again."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._free.put(row.buffers)
+        self._consumer.return_buffer()
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether a row waits for the main thread."""
+        return not self._staged.empty()
+
+    def close(self) -> None:
+        """Stop the thread; staged rows are dropped and trained again by others."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._stage_next()
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            self._failure = error
+
+    def _stage_next(self) -> None:
+        try:
+            buffers = self._free.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            return
+        lease = self._consumer.acquire(POLL_SECONDS)
+        if lease is None:
+            self._free.put(buffers)
+            self._check_target()
+            return
+        if self._copy(lease, buffers):
+            lease.release()
+            told = lease.descriptor
+            self._staged.put(StagedRow(told.sequence, told.used_tokens, buffers))
+        else:
+            # A torn copy means the lease is over: its nack is stale and costs no attempt.
+            self.num_torn += 1
+            _log.warning("row %d: torn copy dropped", lease.descriptor.sequence)
+            lease.nack("torn")
+            self._free.put(buffers)
+
+    def _copy(self, lease: Lease, buffers: RowBuffers) -> bool:
+        if self._stream is None:
+            buffers.copy_from_slot(self._layout, lease.field)
+        else:
+            with torch.cuda.stream(self._stream):
+                buffers.copy_from_slot(self._layout, lease.field)
+            self._stream.synchronize()
+        # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
+        token_ids = buffers.token_ids.cpu().numpy()
+        return lease.is_intact(memoryview(token_ids).cast("B"))
+
+    def _check_target(self) -> None:
+        silent = self._consumer.silent_seconds
+        if silent > self._timeout and not self._consumer.is_drained:
+            raise PeerLostError(
+                f"target server: nothing heard for {silent:.0f} s, expected at most "
+                f"{self._timeout:.0f}; see its log, or raise training.target_timeout_seconds"
+            )

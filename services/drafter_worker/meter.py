@@ -1,0 +1,103 @@
+"""What a worker says of itself: durations, figures, and the report made of them."""
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from common.contracts.control_messages import WorkerReport
+from common.drafters.dflash.metrics import StepFigures
+from services.drafter_worker.compile import num_recompiles
+
+_RECENT_STEPS = 32
+
+
+@dataclass
+class Progress:
+    """Where the worker stands; part of every checkpoint."""
+
+    step: int = 0
+    trained_rows: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass
+class Meter:
+    """Written by the main thread, read by the link's; each field is replaced whole."""
+
+    group: str
+    index: int
+    device: str
+    progress: Progress
+    figures: StepFigures | None = None
+    learning_rate: float = 0.0
+    gradient_norm: float | None = None
+    starved_seconds: float = 0.0
+    checkpoint: str = ""
+    graph_replays: int = 0
+    started_at: float = field(default_factory=time.monotonic)
+    first_tokens: int = 0
+    train_seconds: float = 0.0
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    _last_row_at: float | None = None
+
+    def start(self) -> None:
+        """The first row may come: rates count from here."""
+        self.started_at = time.monotonic()
+        self.first_tokens = self.progress.trained_tokens
+
+    def row_done(self, began_at: float, num_steps: int) -> None:
+        """A row has been trained on."""
+        now = time.monotonic()
+        self.train_seconds = now - self.started_at
+        self._last_row_at = now
+        if num_steps:
+            self._step_seconds.append((now - began_at) / num_steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Row tokens trained on a second, waits included."""
+        trained = self.progress.trained_tokens - self.first_tokens
+        return trained / self.train_seconds if self.train_seconds else 0.0
+
+    def report(self) -> WorkerReport:
+        """Return the worker's report."""
+        progress, figures = self.progress, self.figures
+        recent = list(self._step_seconds)
+        last = self._last_row_at
+        return WorkerReport(
+            group=self.group,
+            index=self.index,
+            device=self.device,
+            gpu_uuid=gpu_uuid(self.device),
+            step=progress.step,
+            trained_rows=progress.trained_rows,
+            trained_tokens=progress.trained_tokens,
+            tokens_per_second=self.tokens_per_second,
+            loss=figures.loss if figures else None,
+            acceptance_rate_at=figures.acceptance_rate_at if figures else (),
+            accepted_prefix_length=figures.accepted_prefix_length if figures else None,
+            learning_rate=self.learning_rate,
+            gradient_norm=self.gradient_norm,
+            starved_seconds=self.starved_seconds,
+            step_seconds=statistics.median(recent) if recent else 0.0,
+            last_step_age_seconds=time.monotonic() - last if last is not None else None,
+            recompiles=num_recompiles(),
+            graph_replays=self.graph_replays,
+            memory_bytes=allocated_bytes(self.device),
+            checkpoint=self.checkpoint,
+        )
+
+
+def gpu_uuid(device: str) -> str:
+    """Return the UUID of the process's GPU, or nothing on the CPU."""
+    if device != "cuda":
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+def allocated_bytes(device: str) -> int:
+    """Return the bytes that tensors take on the GPU, 0 on the CPU."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0

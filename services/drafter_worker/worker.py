@@ -1,0 +1,225 @@
+"""The drafter worker's loop.
+
+    target server ==ring==> RowFeed ==staged row==> Stepper --> CheckpointStore
+                                (prefetch thread)    (main thread)
+
+    consumes  staged rows          produces  optimizer steps, metrics, checkpoints
+    waits for a staged row (bounded)         unblocked by  a row, the end of the stream, a stop
+
+A row is consumed with the optimizer step that includes its last visit, and committed with the
+checkpoint that holds that step; only then does the target server forget how to make it again.
+"""
+
+import json
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.contracts.control_messages import Command, Phase
+from common.drafters.dflash.checkpoint import write_drafter
+from common.drafters.dflash.metrics import unpack_sums
+from common.errors import NonFiniteTensorError
+from common.lifecycle import write_atomically
+from common.ring.consumer import RingConsumer
+from common.telemetry.control_link import ServiceState
+from common.telemetry.metrics import MetricsLog
+from services.drafter_worker.build import Trainee
+from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.config import WorkerConfig
+from services.drafter_worker.feed import RowFeed, StagedRow
+from services.drafter_worker.meter import Meter
+from services.drafter_worker.schedule import Schedule
+from services.drafter_worker.step import Stepper
+
+WAIT_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker is made of."""
+
+    trainee: Trainee
+    consumer: RingConsumer
+    feed: RowFeed
+    stepper: Stepper
+    store: CheckpointStore
+    meter: Meter
+    metrics: MetricsLog
+    run: dict[str, Any]
+    summary: Path
+
+
+class DrafterWorker:
+    """Trains one drafter on its share of the rows."""
+
+    def __init__(self, config: WorkerConfig, parts: Parts, stop: threading.Event) -> None:
+        self._config = config
+        self._parts = parts
+        self._progress = parts.trainee.progress
+        self._stop = stop
+        self._schedule = Schedule(config.optimizer, parts.consumer.total_rows)
+        self._num_micro = 0
+        self._pending: set[int] = set()
+        self._saved_step = -1
+        self._must_save = threading.Event()
+        self._paused = threading.Event()
+        self.phase: Phase = "running"
+
+    def run(self) -> None:
+        """Train until the stream is drained, `max_steps`, or a stop request."""
+        consumer, feed = self._parts.consumer, self._parts.feed
+        if self._progress.step == 0:
+            self._save()
+        self._parts.meter.start()
+        while not self._stop.is_set() and not self._is_finished():
+            row = self._next_row()
+            if row is not None:
+                self._train_on(row)
+            elif consumer.is_settled and not feed.has_staged:
+                self._commit_rest()
+                if consumer.is_drained:
+                    break
+            if self._must_save.is_set() or self._is_checkpoint_due():
+                self._must_save.clear()
+                self._save()
+        self.phase = "draining"
+        self._commit_rest()
+        self._write_summary()
+        self.phase = "done"
+
+    def describe(self) -> ServiceState:
+        """Return the worker's state for the control plane."""
+        self._parts.meter.graph_replays = self._parts.stepper.num_graph_replays
+        detail = f"step {self._progress.step}"
+        report = self._parts.meter.report()
+        return ServiceState(self.phase, detail, self._progress.trained_rows, report)
+
+    def obey(self, command: Command) -> None:
+        """Note a command of the control plane; the loop acts on it between rows."""
+        if command.name in ("stop", "drain"):
+            self._stop.set()
+        elif command.name == "checkpoint":
+            self._must_save.set()
+        elif command.name == "pause":
+            self._paused.set()
+        else:
+            self._paused.clear()
+
+    def _is_finished(self) -> bool:
+        limit = self._config.training.max_steps
+        return 0 < limit <= self._progress.step
+
+    def _is_checkpoint_due(self) -> bool:
+        step = self._progress.step
+        return step - max(self._saved_step, 0) >= self._config.training.checkpoint_steps
+
+    def _next_row(self) -> StagedRow | None:
+        if self._paused.is_set():
+            self.phase = "paused"
+            self._stop.wait(WAIT_SECONDS)
+            return None
+        start = time.monotonic()
+        row = self._parts.feed.next_row(WAIT_SECONDS)
+        self._parts.meter.starved_seconds += time.monotonic() - start
+        self.phase = "running" if row is not None else "waiting"
+        return row
+
+    def _train_on(self, row: StagedRow) -> None:
+        """Visit a row; each visit is a micro-step with anchors of its own."""
+        training, parts = self._config.training, self._parts
+        began_at, first_step = time.monotonic(), self._progress.step
+        for visit in range(training.visits):
+            draw = (self._config.run.seed, row.sequence, visit)
+            if visit == 0:
+                parts.stepper.load(row.buffers, draw)
+            else:
+                parts.stepper.draw(draw)
+            parts.stepper.micro()
+            self._num_micro += 1
+            if visit == training.visits - 1:
+                self._pending.add(row.sequence)
+            if self._num_micro % training.accumulation == 0:
+                self._update(row.sequence)
+        parts.feed.give_back(row)
+        self._progress.trained_rows += 1
+        self._progress.trained_tokens += row.used_tokens
+        parts.meter.row_done(began_at, self._progress.step - first_step)
+
+    def _update(self, sequence: int) -> None:
+        parts, progress = self._parts, self._progress
+        parts.meter.learning_rate = self._schedule.at(progress.step, sequence)
+        parts.stepper.update(parts.meter.learning_rate)
+        progress.step += 1
+        parts.consumer.mark_consumed(self._pending)
+        self._pending = set()
+        if progress.step % self._config.training.log_steps == 0:
+            self._log_figures()
+
+    def _log_figures(self) -> None:
+        parts, progress = self._parts, self._progress
+        sums, norm = parts.stepper.take_sums()
+        figures = unpack_sums(sums)
+        parts.meter.figures, parts.meter.gradient_norm = figures, norm
+        if norm != norm or abs(norm) == float("inf"):
+            raise NonFiniteTensorError(
+                f"step {progress.step}: the gradient norm is {norm}, the update was skipped; "
+                f"lower optimizer.learning_rate, or look at the target's features"
+            )
+        parts.metrics.write(
+            progress.step,
+            **asdict(figures),
+            learning_rate=parts.meter.learning_rate,
+            gradient_norm=norm,
+            trained_rows=progress.trained_rows,
+            trained_tokens=progress.trained_tokens,
+            tokens_per_second=parts.meter.tokens_per_second,
+            starved_seconds=parts.meter.starved_seconds,
+        )
+        _log.info(
+            "step %d loss %.4f accepted prefix %.3f lr %.2e",
+            progress.step, figures.loss, figures.accepted_prefix_length, parts.meter.learning_rate,
+        )  # fmt: skip
+
+    def _commit_rest(self) -> None:
+        """Step with what has been accumulated, and make it durable."""
+        if self._num_micro % self._config.training.accumulation:
+            self._num_micro = 0
+            self._update(max(self._pending, default=0))
+        if self._saved_step != self._progress.step:
+            self._save()
+
+    def _save(self) -> None:
+        parts, trainee, progress = self._parts, self._parts.trainee, self._progress
+        consumed = parts.consumer.consumed
+        masters = dict(
+            zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
+        )
+        path = parts.store.save(
+            progress.step,
+            partial(write_drafter, state=masters, spec=trainee.spec),
+            trainee.optimizer.state(),
+            {**asdict(progress), "consumed": consumed.model_dump(mode="json")},
+            {**parts.run, "step": progress.step},
+        )
+        self._saved_step = progress.step
+        parts.meter.checkpoint = str(path)
+        parts.consumer.mark_committed()
+        _log.info("checkpoint %s", path)
+
+    def _write_summary(self) -> None:
+        meter, progress = self._parts.meter, self._progress
+        summary = {
+            **asdict(progress),
+            "train_seconds": meter.train_seconds,
+            "tokens_per_second": meter.tokens_per_second,
+            "starved_seconds": meter.starved_seconds,
+            "checkpoint": meter.checkpoint,
+            "group": meter.group,
+            "index": meter.index,
+        }
+        write_atomically(self._parts.summary, json.dumps(summary))

@@ -1,0 +1,53 @@
+"""Start-up checks on the real target and real rows: a run that would train on noise never starts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from common.errors import CaptureMismatchError
+from common.target.checks import check_features, check_isolation
+from common.target.features import FeatureTap
+from services.target_server.packing import PackedRow
+
+_MAX_DOCUMENTS = 4
+
+
+@dataclass(frozen=True)
+class TargetChecks:
+    """What the checks found."""
+
+    is_packed: bool
+    """Whether packed documents have the features they have singly."""
+    results: dict[str, str]
+
+
+def check_target(model: PreTrainedModel, tap: FeatureTap, row: PackedRow) -> TargetChecks:
+    """Compare features with the model's own hidden states, and packed with single documents."""
+    device = next(model.parameters()).device
+    documents = [
+        torch.from_numpy(row.token_ids[d.start : d.start + d.length]).to(device)
+        for d in _first_documents(row)
+    ]
+    results = {}
+    for layer in check_features(model, tap, documents[0]):
+        text = f"cosine {layer.cosine:.6f}, error {layer.error:.1e}, neighbours {layer.neighbour_error:.1e}"
+        if not layer.holds:
+            raise CaptureMismatchError(
+                f"layer {layer.layer_id}: kept features are not its output ({text}); this target's "
+                f"family is not supported as it is, see target.target_layer_ids"
+            )
+        results[f"layer_{layer.layer_id}"] = text
+    isolation = check_isolation(model, tap, documents)
+    results["packing"] = (
+        f"{'isolated' if isolation.is_isolated else 'run separately'}: gap {isolation.gap:.1e}, "
+        f"tolerance {isolation.tolerance:.1e}"
+    )
+    return TargetChecks(isolation.is_isolated, results)
+
+
+def _first_documents(row: PackedRow) -> Iterable:
+    documents = list(row.documents[:_MAX_DOCUMENTS])
+    # A row of one document is checked against itself twice over.
+    return documents if len(documents) > 1 else documents * 2

@@ -1,0 +1,51 @@
+"""Which row comes next, and how to make a row again (rule R8).
+
+Fresh rows come in the order of a deterministic packing; a row's sequence is its ordinal there. A
+row stays here until every group has committed it, so that what a dead worker had taken and not
+committed is captured again under the same sequence.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from services.target_server.packing import PackedRow
+
+
+class Ledger(Protocol):
+    """What the ring knows of sequences."""
+
+    def wants(self, sequence: int) -> bool: ...
+    def next_recapture(self) -> int | None: ...
+    def settled_below(self) -> int: ...
+
+
+class RecipeBook:
+    """Hands out rows: those to be captured again first, then fresh ones."""
+
+    def __init__(self, rows: Iterator[PackedRow], ledger: Ledger) -> None:
+        self._rows = rows
+        self._ledger = ledger
+        self._kept: dict[int, PackedRow] = {}
+        self._forgotten_below = 0
+        self.last_sequence = -1
+        self.has_ended = False
+
+    def next_row(self) -> PackedRow | None:
+        """Return the next row to capture, or None where there is none at the moment."""
+        self._forget_settled()
+        again = self._ledger.next_recapture()
+        if again is not None:
+            return self._kept[again]
+        for row in self._rows:
+            self.last_sequence = row.sequence
+            if self._ledger.wants(row.sequence):
+                self._kept[row.sequence] = row
+                return row
+        self.has_ended = True
+        return None
+
+    def _forget_settled(self) -> None:
+        below = self._ledger.settled_below()
+        for sequence in range(self._forgotten_below, below):
+            self._kept.pop(sequence, None)
+        self._forgotten_below = max(self._forgotten_below, below)
