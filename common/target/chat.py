@@ -46,9 +46,16 @@ def render_prompt(
 
 
 def render_conversation(
-    tokenizer: Tokenizer, messages: list[Message], kwargs: dict[str, Any]
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    kwargs: dict[str, Any],
+    *,
+    last_turn_was_cut: bool = False,
 ) -> RenderedConversation:
-    """Return ids and loss mask, or raise `RowRejectedError` with the reason to count."""
+    """Return ids and loss mask, or raise `RowRejectedError` with the reason to count.
+
+    Where the last answer was cut at a length limit, the assistant did not write its end of turn.
+    """
     check_messages(messages)
     _check_assistant_turns(messages)
     text = _render(tokenizer, kwargs, messages)
@@ -56,7 +63,7 @@ def render_conversation(
     token_ids, offsets = _encode(tokenizer, text)
     mask = _mask_of(spans, offsets)
     special = tokenizer.added_tokens_decoder
-    for _, stop in spans:
+    for _, stop in spans[:-1] if last_turn_was_cut else spans:
         end = _end_of_turn(text, offsets, stop)
         if end is not None and token_ids[end] in special:
             mask[end] = 1

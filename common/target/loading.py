@@ -86,8 +86,7 @@ def load_target(table: TargetTable, device: torch.device | str) -> PreTrainedMod
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"target.model {table.model!r} cannot be loaded: {error}") from error
-    model.to(torch.device(device))
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_tokenizer(table: TargetTable) -> Tokenizer:

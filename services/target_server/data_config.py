@@ -1,0 +1,42 @@
+"""The [data] table: which conversations to read and how to pack them into rows."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from common.config.loading import Table
+
+
+def _whole_tiles(row_tokens: int) -> int:
+    if row_tokens % 128:
+        nearest = (row_tokens // 128 + 1) * 128
+        raise ValueError(
+            f"expected a multiple of 128, the tile of the attention kernels; {nearest} is the next"
+        )
+    return row_tokens
+
+
+class DataTable(Table):
+    """[data]: which conversations to read and how to pack them into rows."""
+
+    path: Path
+    """JSONL file of conversations, {"id"?, "messages": [...], "tag"?, "finish_reason"?} a line."""
+    row_tokens: Annotated[int, Field(ge=128), AfterValidator(_whole_tiles)] = 4096
+    """Packed tokens in a row; a conversation that is longer is skipped as too_long."""
+    max_documents: int = Field(default=64, ge=1, le=65536)
+    """Most conversations in a row."""
+    shuffle: bool = True
+    """Whether the order of conversations is drawn from run.seed, otherwise the file's."""
+    data_epochs: int = Field(default=1, ge=1)
+    """Passes over the conversations."""
+    max_conversations: int = Field(default=0, ge=0)
+    """Use this many of the file's first conversations; 0 uses all."""
+    keep_cut_answers: bool = True
+    """Whether conversations with finish_reason "length" are used; their cut answer has no end of turn."""
+    on_bad_row: Literal["skip", "fail"] = "skip"
+    """What a conversation that cannot be used does: it is counted and skipped, or ends the run."""
+    packing_window: int = Field(default=16, ge=1)
+    """Open rows among which a conversation finds its place; more fill rows better."""
+    count_ahead_conversations: int = Field(default=5000, ge=0)
+    """The number of rows is counted before the first one where there are at most so many."""
