@@ -1,10 +1,11 @@
 """How a process begins and ends: stop signals, death with its parent, locks, exit codes.
 
 `python -m services.X` is `sys.exit(run_service(main))`, where `main(stop)` builds the service and
-runs it until `stop` is set. The first SIGTERM or SIGINT sets the event, the second ends the
+runs it until `stop` is set. The first SIGTERM or SIGINT sets the event, a second one ends the
 process on the spot; what that leaves behind is reclaimed at the next start.
 """
 
+import atexit
 import ctypes
 import fcntl
 import json
@@ -12,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +25,9 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Signals this close together are one request: a wrapper may pass on what the terminal has sent
+# as well, and the kernel repeats the signal of `die_with_parent` for each thread of the parent.
+_SAME_REQUEST_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 # Loaded here because a child must not load anything between its fork and its exec.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -57,6 +62,7 @@ def stop_on_signals() -> threading.Event:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _STOP_SIGNALS:
         signal.signal(number, _noted)
+    atexit.register(_ignore_stop_signals)
     threading.Thread(
         target=_watch_signals, args=(reader, stop), name="stop-signals", daemon=True
     ).start()
@@ -149,14 +155,23 @@ def _noted(number: int, frame: FrameType | None) -> None:
     """Replace the default action; the wake-up descriptor has told the watching thread."""
 
 
+def _ignore_stop_signals() -> None:
+    """Keep a late signal from ending the interpreter's own shutdown, which restores defaults."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _watch_signals(reader: int, stop: threading.Event) -> None:
+    requested_at = None
     while True:
         for number in os.read(reader, 64):
             if number not in _STOP_SIGNALS:
                 continue
-            if stop.is_set():
+            if requested_at is None:
+                requested_at = time.monotonic()
+                stop.set()
+            elif time.monotonic() - requested_at > _SAME_REQUEST_SECONDS:
                 os._exit(128 + number)
-            stop.set()
 
 
 def _describe_holder(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""The `ringdraft` command: starts, watches and stops the services of one run on one machine."""

@@ -1,0 +1,113 @@
+"""The `ringdraft` command line: each verb runs service modules or talks to a control plane.
+
+Only light modules are imported here, so that `--help` answers at once.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.lifecycle import run_service
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train speculative-decoding drafters while the target model runs beside them.",
+)
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Option("--config", metavar="FILE", help="TOML file; repeatable, later files win."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="One setting; repeatable."),
+]
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", help="The run's directory; default: the one live run under runs/."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and print the config, run nothing.")]
+
+
+@app.command()
+def up(
+    config: Files = None,
+    settings: Settings = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Drafter workers of each group; sets launcher.workers.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run target, workers and control plane until training ends, then evaluate.
+
+    Prints one JSON line on stdout at the end. Ctrl-C stops cleanly, twice at once.
+    """
+    from services.launcher import up as launcher
+
+    chosen = list(settings or [])
+    if workers is not None:
+        chosen.append(f"launcher.workers={workers}")
+    act = launcher.show_config if dry_run else launcher.up
+    _finish(partial(act, config or [], chosen))
+
+
+@app.command()
+def stop(
+    run: RunDirectory = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the end.")] = 180.0,
+) -> None:
+    """Stop a live run cleanly and wait for its end."""
+    from services.launcher.live import stop_run
+
+    _finish(lambda _: stop_run(run, timeout))
+
+
+@app.command()
+def status(run: RunDirectory = None) -> None:
+    """Show the figures of a live run."""
+    from services.launcher.live import show_status
+
+    _finish(lambda _: show_status(run))
+
+
+@app.command()
+def regenerate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+    """Have the target write its own answers to prompts."""
+    _become("services.target_server.regenerate", config, settings, dry_run)
+
+
+@app.command(name="eval")
+def evaluate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+    """Measure acceptance length and speed-up of checkpoints by decoding."""
+    _become("services.evaluator", config, settings, dry_run)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _finish(act: Callable[[threading.Event], int]) -> None:
+    raise typer.Exit(run_service(act))
+
+
+def _become(
+    module: str, files: list[Path] | None, settings: list[str] | None, dry_run: bool
+) -> None:
+    """Replace this process by a service module, so that signals and exit codes are its own."""
+    arguments = [part for path in files or [] for part in ("--config", str(path))]
+    arguments += [part for setting in settings or [] for part in ("--set", setting)]
+    arguments += ["--dry-run"] if dry_run else []
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Tables that the launcher reads."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.config.loading import Table
+from common.config.shared import ControlPlaneTable, Groups, GroupTable, RunTable
+
+
+class LauncherTable(Table):
+    """[launcher]: how `ringdraft up` runs the services."""
+
+    workers: int = Field(default=1, ge=1, le=64)
+    """Drafter workers of each group."""
+    restart: Literal["never", "on-failure"] = "never"
+    """Whether a service that failed is started again; "never" stops the run."""
+    max_restarts: int = Field(default=3, ge=1)
+    """Restarts of one service before its failure stops the run."""
+    restart_delay_seconds: float = Field(default=1.0, ge=0)
+    """Pause before a restart; doubles with each of a service."""
+    evaluate: bool = True
+    """Whether the first and last checkpoints are evaluated when training has ended."""
+    finish_seconds: float = Field(default=15.0, gt=0)
+    """How long a target may outlive the last worker before it is asked to stop."""
+    grace_seconds: float = Field(default=60.0, gt=0)
+    """How long a service may take to stop before it is killed."""
+    passive_threads: bool = False
+    """Whether OpenMP threads sleep while they wait; for services that share their cores."""
+
+
+class LauncherConfig(Table):
+    """What the launcher is told; each service validates its own tables."""
+
+    run: RunTable = RunTable()
+    groups: Groups = {"main": GroupTable()}
+    control_plane: ControlPlaneTable = ControlPlaneTable()
+    launcher: LauncherTable = LauncherTable()

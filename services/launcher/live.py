@@ -1,0 +1,121 @@
+"""`ringdraft status` and `ringdraft stop`: what a second terminal does with a live run."""
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import ConfigError, RingdraftError
+from common.lifecycle import EXIT_CLEAN
+from services.launcher.progress import describe, fetch_status, rows_trained
+from services.launcher.rundir import find_run, launcher_pid
+
+
+def stop_run(given: Path | None, timeout_seconds: float) -> int:
+    """Ask the launcher to stop and wait until it has ended."""
+    directory = find_run(given)
+    pid = launcher_pid(directory)
+    launcher = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(launcher, signal.SIGTERM)
+        print(f"stopping {directory} (launcher pid {pid})", file=sys.stderr)  # noqa: T201
+        if not select.select([launcher], [], [], timeout_seconds)[0]:
+            raise RingdraftError(
+                f"launcher pid {pid} of {str(directory)!r} has not ended after "
+                f"{timeout_seconds:g} s; see {directory / 'logs'}, or wait with a longer --timeout"
+            )
+    finally:
+        os.close(launcher)
+    return EXIT_CLEAN
+
+
+def show_status(given: Path | None) -> int:
+    """Print a live run's status as tables on stdout."""
+    directory = find_run(given)
+    status = fetch_status(directory)
+    if status is None:
+        raise ConfigError(
+            f"no control plane answers for {str(directory)!r}; is the run alive? "
+            f"see {directory / 'logs' / 'control-plane.log'}"
+        )
+    console = Console(highlight=False, markup=False)
+    total = status["target"]["total_rows"] or "?"
+    console.print(f"{status['run']['name']}: {status['run']['state']}, "
+                  f"{rows_trained(status)}/{total} rows, {describe(status)}")  # fmt: skip
+    for table in (_services(status), _groups(status), _rings(status), _evaluations(status)):
+        if table.row_count:
+            console.print(table)
+    for error in status["errors"]:
+        console.print(f"error of {error['instance']}, {error['age_seconds']:.0f} s ago: {error['text']}")
+    return EXIT_CLEAN
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
+
+
+def _services(status: dict[str, Any]) -> Table:
+    table = _table("services", "instance", "phase", "health", "tok/s", "waits", "step", "loss", "detail")
+    for view in status["target"]["instances"]:
+        report = view["report"] or {}
+        table.add_row(view["instance"], view["phase"], view["condition"],
+                      _number(report.get("tokens_per_second"), 0), _share(view["blocked_share"]),
+                      "", "", view["detail"])  # fmt: skip
+    for view in status["workers"]:
+        report = view["report"] or {}
+        table.add_row(view["instance"], view["phase"], view["condition"],
+                      _number(report.get("tokens_per_second"), 0), _share(view["starved_share"]),
+                      _number(report.get("step"), 0), _number(report.get("loss"), 4),
+                      view["detail"])  # fmt: skip
+    for view in status["evaluators"]:
+        table.add_row(view["instance"], view["phase"], view["condition"], "", "", "", "", view["detail"])
+    return table
+
+
+def _groups(status: dict[str, Any]) -> Table:
+    table = _table("groups", "group", "workers", "step", "rows", "accepted prefix",
+                   "acceptance length", "last checkpoint")  # fmt: skip
+    for group in status["groups"]:
+        table.add_row(group["group"], str(group["num_live_workers"]), str(group["step"]),
+                      str(group["trained_rows"]), _number(group["accepted_prefix_length"], 3),
+                      _number(group["acceptance_length"], 3), group["last_checkpoint"])  # fmt: skip
+    return table
+
+
+def _rings(status: dict[str, Any]) -> Table:
+    table = _table("rings", "ring", "transport", "why", "slots", "deliveries", "oldest lease s")
+    for ring in status["rings"]:
+        table.add_row(ring["instance"], ring["transport"], ring["transport_reason"],
+                      _counts(ring["slots"]), _counts(ring["deliveries"]),
+                      _number(ring["oldest_lease_seconds"], 1))  # fmt: skip
+    return table
+
+
+def _evaluations(status: dict[str, Any]) -> Table:
+    table = _table("evaluations", "group", "index", "step", "acceptance length", "replay", "speed-up")
+    for result in status["evaluations"]:
+        table.add_row(result["group"], str(result["index"]), str(result["step"]),
+                      _number(result["acceptance_length"], 3),
+                      _number(result["replay_acceptance_length"], 3),
+                      _number(result["speedup"], 2))  # fmt: skip
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

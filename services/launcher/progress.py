@@ -1,0 +1,126 @@
+"""Shows a run's progress on stderr: a live bar on a terminal, else a plain line now and then."""
+
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.launcher.rundir import control_url
+
+_FETCH_SECONDS = 0.5
+_TIMEOUT_SECONDS = 2.0
+_LINE_SECONDS = 5.0
+
+
+class StatusFeed:
+    """Fetches a run's /status in a thread of its own, since the control plane may be down."""
+
+    def __init__(self, directory: Path) -> None:
+        self.latest: dict[str, Any] | None = None
+        self._directory = directory
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status-feed", daemon=True)
+
+    def __enter__(self) -> "StatusFeed":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(_TIMEOUT_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_FETCH_SECONDS):
+            self.latest = fetch_status(self._directory) or self.latest
+
+
+class ProgressView:
+    """Draws the feed's figures; `say` prints a line that stays."""
+
+    def __init__(self, feed: StatusFeed) -> None:
+        self._feed = feed
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("rows, {task.fields[figures]}"), TimeElapsedColumn(),
+            console=self._console, disable=not self._is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("waiting", total=None, figures="")
+        self._last_line = ""
+        self._line_at = 0.0
+
+    def __enter__(self) -> "ProgressView":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, soft_wrap=True)
+
+    def update(self) -> None:
+        """Draw what the feed has last seen."""
+        status = self._feed.latest
+        if status is None:
+            return
+        done, total = rows_trained(status), status["target"]["total_rows"]
+        figures = describe(status)
+        self._bar.update(self._task, description=status["run"]["state"], completed=done,
+                         total=total, figures=figures)  # fmt: skip
+        if not self._is_terminal:
+            self._print_line(f"{status['run']['state']}: {done}/{total or '?'} rows, {figures}")
+
+    def _print_line(self, line: str) -> None:
+        now = time.monotonic()
+        if line != self._last_line and now - self._line_at >= _LINE_SECONDS:
+            self._last_line, self._line_at = line, now
+            self.say(line)
+
+
+def fetch_status(directory: Path) -> dict[str, Any] | None:
+    """Return the run's status, or None while no control plane answers."""
+    url = control_url(directory)
+    if url is None:
+        return None
+    try:
+        with urllib.request.urlopen(f"{url}/status", timeout=_TIMEOUT_SECONDS) as answer:
+            status = json.load(answer)
+    except (OSError, ValueError):  # URLError and timeouts are OSErrors
+        return None
+    return status if isinstance(status, dict) and status.get("schema_version") == 1 else None
+
+
+def rows_trained(status: dict[str, Any]) -> int:
+    """Return the rows of the group that is behind."""
+    return min((group["trained_rows"] for group in status["groups"]), default=0)
+
+
+def describe(status: dict[str, Any]) -> str:
+    """Return the figures of a run in one line."""
+    groups = status["groups"]
+    losses = [group["loss"] for group in groups if group["loss"] is not None]
+    parts = [
+        f"target {status['target']['tokens_per_second']:.0f} tok/s",
+        f"drafter {sum(group['tokens_per_second'] for group in groups):.0f} tok/s",
+        *(f"loss {loss:.3f}" for loss in losses),
+    ]
+    if status["bottleneck"]["name"] != "unknown":
+        parts.append(f"bottleneck {status['bottleneck']['name']}")
+    if not status["is_ready"] and status["run"]["state"] == "starting":
+        parts.append(status["not_ready_reason"])
+    return ", ".join(parts)

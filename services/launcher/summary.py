@@ -1,0 +1,81 @@
+"""The one JSON line that a run ends with, from what its services wrote down.
+
+A figure that no service left is null, never a guess.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from services.launcher.rundir import Checkpoint, first_and_last_checkpoints, read_object
+from services.launcher.supervisor import Outcome
+
+
+def summarize(run: str, directory: Path, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
+    """Return the summary of a run that has ended."""
+    lengths = _acceptance_lengths(directory / "evaluations")
+    drafters = [
+        {
+            "group": first.group,
+            "index": first.index,
+            "step": last.step,
+            "checkpoint": str(last.path),
+            "acceptance_length_before": lengths.get(_key(first)),
+            "acceptance_length_after": lengths.get(_key(last)),
+        }
+        for first, last in first_and_last_checkpoints(directory)
+    ]
+    main = drafters[0] if drafters else {}
+    targets = [read_object(path) for path in directory.glob("target-*.summary.json")]
+    workers = [read_object(path) for path in (directory / "workers").glob("*.summary.json")]
+    return {
+        "outcome": outcome.kind,
+        "failed_service": outcome.failed.spec.name if outcome.failed else None,
+        "run": run,
+        "run_directory": str(directory),
+        "wall_seconds": round(wall_seconds, 3),
+        "acceptance_length_before": main.get("acceptance_length_before"),
+        "acceptance_length_after": main.get("acceptance_length_after"),
+        "tokens_per_second": _rate(workers),
+        "rows_published": _sum(targets, "rows_published"),
+        "rows_trained": _sum(targets, "rows_trained"),
+        "rows_lost": _sum(targets, "rows_lost"),
+        "drafters": drafters,
+    }
+
+
+def remove_old_summaries(directory: Path) -> None:
+    """Remove the summaries of an earlier launch into the same directory."""
+    for pattern in ("target-*.summary.json", "workers/*.summary.json"):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def _acceptance_lengths(directory: Path) -> dict[Path, float]:
+    """Return the measured lengths by checkpoint; of two of one checkpoint the newer counts."""
+    files = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    results = [read_object(path) for path in files]
+    return {
+        Path(result["checkpoint"]).resolve(): result["acceptance_length"]
+        for result in results
+        if "checkpoint" in result and "acceptance_length" in result
+    }
+
+
+def _key(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.resolve()
+
+
+def _rate(workers: list[dict[str, Any]]) -> float | None:
+    """Return the tokens a second of all workers together."""
+    rates = [
+        worker["trained_tokens"] / worker["train_seconds"]
+        for worker in workers
+        if worker.get("train_seconds") and "trained_tokens" in worker
+    ]
+    return round(sum(rates), 3) if rates else None
+
+
+def _sum(summaries: Iterable[dict[str, Any]], key: str) -> int | None:
+    values = [summary[key] for summary in summaries if key in summary]
+    return sum(values) if values else None

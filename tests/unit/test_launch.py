@@ -1,0 +1,178 @@
+"""What `ringdraft up` makes of a config before it starts, and of a run that has ended."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.lifecycle import FileLock
+from services.launcher.progress import describe, rows_trained
+from services.launcher.rundir import find_run, first_and_last_checkpoints, launcher_pid
+from services.launcher.summary import remove_old_summaries, summarize
+from services.launcher.supervisor import Outcome
+from services.launcher.up import evaluator_spec, prepare, service_specs
+
+
+@pytest.fixture
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings_of(arguments: tuple[str, ...]) -> list[str]:
+    return [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--set"]
+
+
+def make_checkpoint(directory: Path, group: str, index: int, step: int, length: float) -> None:
+    path = directory / "checkpoints" / group / str(index) / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    evaluations = directory / "evaluations"
+    evaluations.mkdir(exist_ok=True)
+    result = {"checkpoint": str(path), "step": step, "acceptance_length": length}
+    (evaluations / f"{group}-{index}-{step}.json").write_text(json.dumps(result))
+
+
+def test_a_run_without_a_directory_gets_one_of_its_own(in_directory: Path) -> None:
+    first = prepare([], ["run.name=demo"])
+    assert first.directory.parent == Path("runs")
+    assert first.directory.name.startswith("demo-20")
+    first.directory.mkdir(parents=True)
+    second = prepare([], ["run.name=demo"])
+    assert second.directory != first.directory
+    assert f'run.directory="{first.directory}"' in settings_of(first.arguments)
+
+
+def test_a_directory_that_is_set_is_kept(in_directory: Path) -> None:
+    launch = prepare([], ["run.directory=here"])
+    assert launch.directory == Path("here")
+    assert settings_of(launch.arguments)[0] == "run.directory=here"
+
+
+def test_a_default_port_in_use_gives_way_and_a_chosen_one_does_not(in_directory: Path) -> None:
+    try:
+        taken = socket.create_server(("127.0.0.1", 8765))
+    except OSError:  # somebody else has it, which serves as well
+        taken = socket.socket()
+    with taken:
+        assert "control_plane.port=0" in settings_of(prepare([], []).arguments)
+        chosen = prepare([], ["control_plane.port=8765"])
+    assert chosen.config.control_plane.port == 8765
+    assert "control_plane.port=0" not in settings_of(chosen.arguments)
+
+
+def test_every_service_gets_the_same_arguments(in_directory: Path) -> None:
+    (in_directory / "run.toml").write_text("[launcher]\nworkers = 2\n")
+    launch = prepare([Path("run.toml")], ["run.seed=3"])
+    specs = service_specs(launch)
+    assert [spec.name for spec in specs] == ["control-plane", "target-0", "worker-0", "worker-1"]
+    for spec in specs:
+        assert spec.command == (sys.executable, "-m", f"services.{spec.role}", *launch.arguments)
+
+
+def test_each_group_gets_its_workers(in_directory: Path) -> None:
+    launch = prepare([], ["groups.fast.policy=skip", "groups.wide.policy=wait", "launcher.workers=2"])
+    workers = [spec for spec in service_specs(launch) if spec.role == "drafter_worker"]
+    assert [spec.name for spec in workers] == [
+        "worker-fast-0", "worker-fast-1", "worker-wide-0", "worker-wide-1"
+    ]  # fmt: skip
+    assert workers[2].command[-1] == 'training.group="wide"'
+
+
+def test_passive_threads_are_set_only_where_asked_for(in_directory: Path) -> None:
+    launch = prepare([], ["launcher.passive_threads=true"])
+    assert service_specs(launch)[1].command[:2] == ("env", "OMP_WAIT_POLICY=PASSIVE")
+
+
+def test_the_evaluator_gets_its_checkpoints_as_toml(in_directory: Path) -> None:
+    spec = evaluator_spec(prepare([], []), [Path('a "b"/step-000000'), Path("c")])
+    assert spec.command[-1] == r'evaluation.checkpoints=["a \"b\"/step-000000", "c"]'
+
+
+def test_the_last_checkpoint_is_the_highest_step_that_is_whole(tmp_path: Path) -> None:
+    for step in (0, 20, 100):
+        make_checkpoint(tmp_path, "main", 0, step, 1.0)
+    make_checkpoint(tmp_path, "main", 1, 0, 1.0)
+    (tmp_path / "checkpoints" / "main" / "0" / "step-000200.partial").mkdir()
+    pairs = first_and_last_checkpoints(tmp_path)
+    assert [(first.index, first.step, last.step) for first, last in pairs] == [(0, 0, 100), (1, 0, 0)]
+
+
+def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "main", 0, 0, 1.02)
+    make_checkpoint(tmp_path, "main", 0, 50, 2.5)
+    make_checkpoint(tmp_path, "main", 1, 0, 1.01)
+    make_checkpoint(tmp_path, "main", 1, 40, 2.25)
+    rows = {"rows_published": 64, "rows_trained": 63, "rows_lost": 1}
+    (tmp_path / "target-0.summary.json").write_text(json.dumps(rows))
+    (tmp_path / "workers").mkdir()
+    for number, seconds in enumerate((2.0, 4.0)):
+        worker = {"trained_tokens": 1000, "train_seconds": seconds, "trained_rows": 1, "step": 1}
+        (tmp_path / "workers" / f"worker-{number}.summary.json").write_text(json.dumps(worker))
+    line = summarize("demo", tmp_path, Outcome("finished"), 12.3456)
+    assert line | rows == line
+    assert (line["acceptance_length_before"], line["acceptance_length_after"]) == (1.02, 2.5)
+    assert line["tokens_per_second"] == 750.0
+    assert line["wall_seconds"] == 12.346
+    assert [drafter["acceptance_length_after"] for drafter in line["drafters"]] == [2.5, 2.25]
+
+
+def test_a_figure_that_nobody_measured_is_null(tmp_path: Path) -> None:
+    line = summarize("demo", tmp_path, Outcome("stopped"), 1.0)
+    assert (line["outcome"], line["failed_service"], line["drafters"]) == ("stopped", None, [])
+    missing = ("acceptance_length_before", "tokens_per_second", "rows_published", "rows_lost")
+    assert [line[name] for name in missing] == [None] * 4
+
+
+def test_the_newer_of_two_evaluations_of_a_checkpoint_counts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "main", 0, 0, 1.0)
+    (old,) = (tmp_path / "evaluations").iterdir()
+    os.utime(old, ns=(0, 0))
+    result = json.loads(old.read_text()) | {"acceptance_length": 1.5}
+    (tmp_path / "evaluations" / "a-newer-one.json").write_text(json.dumps(result))
+    assert summarize("demo", tmp_path, Outcome("finished"), 1.0)["acceptance_length_before"] == 1.5
+
+
+def test_summaries_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "workers").mkdir()
+    for name in ("target-0.summary.json", "workers/worker-7.summary.json"):
+        (tmp_path / name).write_text('{"rows_lost": 99}')
+    remove_old_summaries(tmp_path)
+    assert summarize("demo", tmp_path, Outcome("finished"), 1.0)["rows_lost"] is None
+
+
+def test_the_one_live_run_is_found_and_two_must_be_named(in_directory: Path) -> None:
+    locks = [FileLock(Path("runs") / name / "launcher.lock", name) for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="found none"):
+        find_run(None)
+    with locks[0].acquire(remedy=""):
+        assert find_run(None) == Path("runs/a")
+        assert launcher_pid(Path("runs/a")) == os.getpid()
+        with locks[1].acquire(remedy=""), pytest.raises(ConfigError, match="runs/a, runs/b"):
+            find_run(None)
+    with pytest.raises(ConfigError, match="not running"):
+        launcher_pid(Path("runs/a"))
+
+
+def test_progress_follows_the_group_that_is_behind() -> None:
+    group = {"tokens_per_second": 100.0, "loss": 2.0}
+    status = {
+        "run": {"state": "running"}, "is_ready": True, "bottleneck": {"name": "target"},
+        "target": {"tokens_per_second": 50.0, "total_rows": 9},
+        "groups": [group | {"trained_rows": 5}, group | {"trained_rows": 3, "loss": None}],
+    }  # fmt: skip
+    assert rows_trained(status) == 3
+    assert describe(status) == "target 50 tok/s, drafter 200 tok/s, loss 2.000, bottleneck target"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, services.launcher.cli; "
+        "print([name for name in ('torch', 'numpy', 'transformers', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
