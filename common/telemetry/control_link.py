@@ -120,9 +120,14 @@ class ControlLink:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self.close(int(value is not None), "" if value is None else f"{type(value).__name__}: {value}")
+        self.close(
+            int(value is not None), "" if value is None else f"{type(value).__name__}: {value}"
+        )
 
     def _run(self) -> None:
         context = zmq.Context()

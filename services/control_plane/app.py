@@ -24,9 +24,7 @@ from services.control_plane.status import CommandAccepted, Health, Readiness, St
 EVENT_INTERVAL_SECONDS = 0.5
 
 CommandName = Literal["pause", "resume", "drain", "stop", "checkpoint"]
-Credentials = Annotated[
-    HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))
-]
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
 @dataclass(frozen=True)

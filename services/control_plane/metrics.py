@@ -101,7 +101,9 @@ def _targets(status: Status) -> Iterator[Metric]:
         for instance, report in reports.items():
             counter.add_metric((instance,), getattr(report, attribute))
         yield counter
-    rate = _gauge("target_tokens_per_second", "Tokens run through the target a second.", ("instance",))
+    rate = _gauge(
+        "target_tokens_per_second", "Tokens run through the target a second.", ("instance",)
+    )
     skipped = _counter("target_skipped_samples", "Samples not used.", ("instance", "reason"))
     for instance, report in reports.items():
         rate.add_metric((instance,), report.tokens_per_second)
@@ -143,7 +145,9 @@ def _rings(status: Status) -> Iterator[Metric]:
     size = _gauge("ring_bytes", "Size of the segment.", ("instance",))
     lease = _gauge("ring_lease_age_seconds", "Age of the oldest lease.", ("instance",))
     epoch = _gauge("ring_epoch", "Identity of the owner's life, rounded.", ("instance",))
-    transport = _gauge("ring_transport_info", "Where slots live.", ("instance", "transport", "reason"))
+    transport = _gauge(
+        "ring_transport_info", "Where slots live.", ("instance", "transport", "reason")
+    )
     for ring in status.rings:
         name = (ring.instance,)
         for state, count in ring.slots.items():
@@ -159,13 +163,17 @@ def _rings(status: Status) -> Iterator[Metric]:
 
 def _rows(status: Status) -> Iterator[Metric]:
     published = _counter("ring_published", "Rows published.", ("instance", "group"))
-    ends = _counter("ring_rows", "Rows of a group by what became of them.", ("instance", "group", "end"))
+    ends = _counter(
+        "ring_rows", "Rows of a group by what became of them.", ("instance", "group", "end")
+    )
+    unsettled = _gauge("ring_open_rows", "Rows published and not settled.", ("instance", "group"))
     reclaimed = _counter("ring_reclaimed", "Leases taken back.", ("instance", "reason"))
     stale = _counter("ring_stale_calls", "Late, foreign or repeated calls.", ("instance", "call"))
     refused = _counter("ring_refused_messages", "Messages dropped.", ("instance", "reason"))
     for ring in status.rings:
         for account in ring.groups:
             published.add_metric((ring.instance, account.group), account.published)
+            unsettled.add_metric((ring.instance, account.group), account.open)
             for end in _ROW_ENDS:
                 ends.add_metric((ring.instance, account.group, end), getattr(account, end))
         for family, counts in (
@@ -173,7 +181,7 @@ def _rows(status: Status) -> Iterator[Metric]:
         ):  # fmt: skip
             for label, count in counts.items():
                 family.add_metric((ring.instance, label), count)
-    yield from (published, ends, reclaimed, stale, refused)
+    yield from (published, ends, unsettled, reclaimed, stale, refused)
 
 
 def _evaluations(status: Status) -> Iterator[Metric]:

@@ -30,11 +30,10 @@ from services.control_plane.health import Condition, is_silent, is_stalled
 _WAIT_WINDOW_SECONDS = 30.0
 _LEAST_WINDOW_SECONDS = 2.0
 _KEPT_ERRORS = 100
-# A drain begins at the targets: the workers end with the stream, and so leave no row behind.
 _RECIPIENTS: dict[str, tuple[ServiceKind, ...]] = {
     "pause": ("target_server", "drafter_worker"),
     "resume": ("target_server", "drafter_worker"),
-    "drain": ("target_server",),
+    "drain": ("drafter_worker",),  # they take no more; a target with nobody to serve waits
     "stop": ("target_server", "drafter_worker", "evaluator"),
     "checkpoint": ("drafter_worker",),
 }

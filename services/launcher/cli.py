@@ -32,7 +32,9 @@ Settings = Annotated[
 ]
 RunDirectory = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", help="The run's directory; default: the one live run under runs/."),
+    typer.Option(
+        "--run", metavar="DIR", help="The run's directory; default: the one live run under runs/."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and print the config, run nothing.")]
 

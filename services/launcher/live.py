@@ -51,7 +51,9 @@ def show_status(given: Path | None) -> int:
         if table.row_count:
             console.print(table)
     for error in status["errors"]:
-        console.print(f"error of {error['instance']}, {error['age_seconds']:.0f} s ago: {error['text']}")
+        console.print(
+            f"error of {error['instance']}, {error['age_seconds']:.0f} s ago: {error['text']}"
+        )
     return EXIT_CLEAN
 
 
@@ -63,7 +65,9 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _services(status: dict[str, Any]) -> Table:
-    table = _table("services", "instance", "phase", "health", "tok/s", "waits", "step", "loss", "detail")
+    table = _table(
+        "services", "instance", "phase", "health", "tok/s", "waits", "step", "loss", "detail"
+    )
     for view in status["target"]["instances"]:
         report = view["report"] or {}
         table.add_row(view["instance"], view["phase"], view["condition"],
@@ -76,7 +80,9 @@ def _services(status: dict[str, Any]) -> Table:
                       _number(report.get("step"), 0), _number(report.get("loss"), 4),
                       view["detail"])  # fmt: skip
     for view in status["evaluators"]:
-        table.add_row(view["instance"], view["phase"], view["condition"], "", "", "", "", view["detail"])
+        table.add_row(
+            view["instance"], view["phase"], view["condition"], "", "", "", "", view["detail"]
+        )
     return table
 
 
@@ -100,7 +106,9 @@ def _rings(status: dict[str, Any]) -> Table:
 
 
 def _evaluations(status: dict[str, Any]) -> Table:
-    table = _table("evaluations", "group", "index", "step", "acceptance length", "replay", "speed-up")
+    table = _table(
+        "evaluations", "group", "index", "step", "acceptance length", "replay", "speed-up"
+    )
     for result in status["evaluations"]:
         table.add_row(result["group"], str(result["index"]), str(result["step"]),
                       _number(result["acceptance_length"], 3),

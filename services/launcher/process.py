@@ -34,7 +34,9 @@ class ServiceSpec:
 class ServiceProcess:
     """A child from its start to its end; started again, it is the same object."""
 
-    def __init__(self, spec: ServiceSpec, log_directory: Path, exits: "queue.Queue[ServiceProcess]") -> None:
+    def __init__(
+        self, spec: ServiceSpec, log_directory: Path, exits: "queue.Queue[ServiceProcess]"
+    ) -> None:
         """`exits` is told when the child has ended."""
         self.spec = spec
         self.log_path = log_directory / f"{spec.name}.log"

@@ -96,7 +96,10 @@ class Supervisor:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop workers, then targets, then the control plane, and remove what they left."""
         for roles in _STOP_ORDER:

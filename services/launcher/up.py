@@ -137,7 +137,9 @@ def _spec(launch: Launch, name: str, role: Role, settings: Sequence[str] = ()) -
     prefix = _PASSIVE_THREADS if launch.config.launcher.passive_threads else ()
     extra = [part for setting in settings for part in ("--set", setting)]
     module = f"services.{role}"
-    return ServiceSpec(name, role, (*prefix, sys.executable, "-m", module, *launch.arguments, *extra))
+    return ServiceSpec(
+        name, role, (*prefix, sys.executable, "-m", module, *launch.arguments, *extra)
+    )
 
 
 def _run(launch: Launch, stop: threading.Event) -> Outcome:

@@ -188,7 +188,9 @@ def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, l
         'ring_slots{instance="target-0",state="free"}': ring["slots"]["free"],
         'ring_published_total{group="main",instance="target-0"}': ring["groups"][0]["published"],
         'ring_reclaimed_total{instance="target-0",reason="expired"}': ring["reclaimed"]["expired"],
-        'ring_stale_calls_total{call="release",instance="target-0"}': ring["stale_calls"]["release"],
+        'ring_stale_calls_total{call="release",instance="target-0"}': ring["stale_calls"][
+            "release"
+        ],
         'ring_lease_age_seconds{instance="target-0"}': ring["oldest_lease_seconds"],
         'ring_epoch{instance="target-0"}': float(int(ring["ring_epoch"], 16)),
         'evaluator_acceptance_length{group="main",index="0",step="5"}': 2.5,

@@ -122,7 +122,7 @@ def test_a_config_is_frozen() -> None:
 
 
 def test_a_run_directory_whose_sockets_would_be_too_long_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shorter run.directory"):
+    with pytest.raises(ConfigError, match=r"shorter run\.directory"):
         load(ControlPlaneConfig, [], [f"run.directory=/{'d' * 100}"], {})
 
 
@@ -131,7 +131,9 @@ def test_the_resolved_config_loads_to_itself() -> None:
     assert LauncherConfig.model_validate(json.loads(describe(config))) == config
 
 
-@pytest.mark.parametrize("model", [RunTable, RingTable, ControlPlaneTable, GroupTable, LauncherTable])
+@pytest.mark.parametrize(
+    "model", [RunTable, RingTable, ControlPlaneTable, GroupTable, LauncherTable]
+)
 def test_every_key_says_what_it_means(model: type[Table]) -> None:
     silent = [name for name, field in model.model_fields.items() if not field.description]
     assert silent == []
@@ -149,7 +151,9 @@ def test_a_service_has_three_options_and_abbreviates_none(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(ControlPlaneConfig, "control_plane", ["--help"])
     assert caught.value.code == 0
-    options = {word.strip("[],") for word in capsys.readouterr().out.split() if word.startswith("[--")}
+    options = {
+        word.strip("[],") for word in capsys.readouterr().out.split() if word.startswith("[--")
+    }
     assert options == {"--config", "--set", "--dry-run"}
     with pytest.raises(SystemExit):
         parse(ControlPlaneConfig, "control_plane", ["--dry"])

@@ -67,7 +67,9 @@ def open_link(path: Path, describe=None, on_command=None) -> ControlLink:
     )  # fmt: skip
 
 
-def test_heartbeats_carry_the_state_under_one_session_with_rising_numbers(tmp_path, open_router) -> None:
+def test_heartbeats_carry_the_state_under_one_session_with_rising_numbers(
+    tmp_path, open_router
+) -> None:
     router = open_router(tmp_path / "control.sock")
     with open_link(tmp_path / "control.sock") as link:
         beats = [router.receive()[1] for _ in range(3)]
@@ -108,19 +110,30 @@ def test_close_says_goodbye_with_the_exit_code(tmp_path, open_router) -> None:
     link.close(1, "out of memory")
     link.close(0, "a second call does nothing")
     _, goodbye = router.until(lambda message: isinstance(message, ServiceGoodbye))
-    assert (goodbye.exit_code, goodbye.reason, goodbye.session) == (1, "out of memory", link.session)
+    assert (goodbye.exit_code, goodbye.reason, goodbye.session) == (
+        1,
+        "out of memory",
+        link.session,
+    )
+
+
+def fail_inside(link: ControlLink, router: Router) -> None:
+    with link:
+        router.receive()
+        raise ValueError("bad row")
 
 
 def test_an_exception_inside_the_link_is_the_reason_of_the_goodbye(tmp_path, open_router) -> None:
     router = open_router(tmp_path / "control.sock")
-    with pytest.raises(ValueError, match="bad row"), open_link(tmp_path / "control.sock"):
-        router.receive()
-        raise ValueError("bad row")
+    with pytest.raises(ValueError, match="bad row"):
+        fail_inside(open_link(tmp_path / "control.sock"), router)
     _, goodbye = router.until(lambda message: isinstance(message, ServiceGoodbye))
     assert (goodbye.exit_code, goodbye.reason) == (1, "ValueError: bad row")
 
 
-def test_the_link_reports_to_a_control_plane_that_starts_late_or_comes_back(tmp_path, open_router) -> None:
+def test_the_link_reports_to_a_control_plane_that_starts_late_or_comes_back(
+    tmp_path, open_router
+) -> None:
     path = tmp_path / "control.sock"
     with open_link(path) as link:
         for _ in range(2):

@@ -1,5 +1,6 @@
 """What `ringdraft up` makes of a config before it starts, and of a run that has ended."""
 
+import itertools
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings_of(arguments: tuple[str, ...]) -> list[str]:
-    return [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--set"]
+    return [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
 
 
 def make_checkpoint(directory: Path, group: str, index: int, step: int, length: float) -> None:
@@ -75,7 +76,9 @@ def test_every_service_gets_the_same_arguments(in_directory: Path) -> None:
 
 
 def test_each_group_gets_its_workers(in_directory: Path) -> None:
-    launch = prepare([], ["groups.fast.policy=skip", "groups.wide.policy=wait", "launcher.workers=2"])
+    launch = prepare(
+        [], ["groups.fast.policy=skip", "groups.wide.policy=wait", "launcher.workers=2"]
+    )
     workers = [spec for spec in service_specs(launch) if spec.role == "drafter_worker"]
     assert [spec.name for spec in workers] == [
         "worker-fast-0", "worker-fast-1", "worker-wide-0", "worker-wide-1"
@@ -99,7 +102,10 @@ def test_the_last_checkpoint_is_the_highest_step_that_is_whole(tmp_path: Path) -
     make_checkpoint(tmp_path, "main", 1, 0, 1.0)
     (tmp_path / "checkpoints" / "main" / "0" / "step-000200.partial").mkdir()
     pairs = first_and_last_checkpoints(tmp_path)
-    assert [(first.index, first.step, last.step) for first, last in pairs] == [(0, 0, 100), (1, 0, 0)]
+    assert [(first.index, first.step, last.step) for first, last in pairs] == [
+        (0, 0, 100),
+        (1, 0, 0),
+    ]
 
 
 def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> None:
@@ -174,5 +180,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys, services.launcher.cli; "
         "print([name for name in ('torch', 'numpy', 'transformers', 'fastapi') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

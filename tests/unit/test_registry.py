@@ -82,7 +82,9 @@ def test_a_heartbeat_of_another_run_is_refused(registry: Registry) -> None:
     assert registry.snapshot().refused == {"foreign_run": 1}
 
 
-def test_an_instance_is_silent_after_two_missed_heartbeats(registry: Registry, clock: Clock) -> None:
+def test_an_instance_is_silent_after_two_missed_heartbeats(
+    registry: Registry, clock: Clock
+) -> None:
     registry.take_heartbeat(beat("drafter_worker"))
     clock.now += 2 * HEARTBEAT_SECONDS
     assert only(registry).condition == "ok"
@@ -152,7 +154,9 @@ def test_an_error_in_every_heartbeat_is_listed_once(registry: Registry) -> None:
     assert [error.text for error in registry.snapshot().errors] == ["disk is slow"]
 
 
-def test_a_session_takes_the_place_of_a_silent_one_of_its_name(registry: Registry, clock: Clock) -> None:
+def test_a_session_takes_the_place_of_a_silent_one_of_its_name(
+    registry: Registry, clock: Clock
+) -> None:
     registry.take_heartbeat(beat("drafter_worker", session=1))
     clock.now += 10
     registry.take_heartbeat(beat("drafter_worker", session=2))
@@ -178,7 +182,9 @@ def test_a_registry_that_starts_empty_knows_all_again_after_one_interval(clock: 
     assert statuses[0] == statuses[1]
 
 
-def test_a_command_is_repeated_in_every_reply_and_reaches_later_sessions(registry: Registry) -> None:
+def test_a_command_is_repeated_in_every_reply_and_reaches_later_sessions(
+    registry: Registry,
+) -> None:
     registry.take_heartbeat(beat("drafter_worker", session=1))
     pause, num_recipients = registry.command("pause")
     assert num_recipients == 1
@@ -210,10 +216,10 @@ def test_a_checkpoint_goes_to_the_workers_of_its_moment_only(registry: Registry)
     assert registry.take_heartbeat(beat("drafter_worker", session=3)).commands == ()
 
 
-def test_a_drain_begins_at_the_target(registry: Registry) -> None:
+def test_a_drain_goes_to_those_who_take_rows(registry: Registry) -> None:
     drain, _ = registry.command("drain")
-    assert registry.take_heartbeat(beat("target_server", session=1)).commands == (drain,)
-    assert registry.take_heartbeat(beat("drafter_worker", session=2)).commands == ()
+    assert registry.take_heartbeat(beat("target_server", session=1)).commands == ()
+    assert registry.take_heartbeat(beat("drafter_worker", session=2)).commands == (drain,)
 
 
 @pytest.mark.parametrize(
@@ -287,5 +293,7 @@ def test_a_loss_that_is_not_a_number_becomes_null_in_json(registry: Registry) ->
 )
 def test_the_state_of_a_run_sums_up_its_workers(registry, phases, state) -> None:
     for session, phase in enumerate(phases):
-        registry.take_heartbeat(beat("drafter_worker", session, instance=f"w{session}", phase=phase))
+        registry.take_heartbeat(
+            beat("drafter_worker", session, instance=f"w{session}", phase=phase)
+        )
     assert status_of(registry).run.state == state

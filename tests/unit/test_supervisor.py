@@ -34,7 +34,9 @@ def main(stop):
 
 sys.exit(run_service(main))
 """
-DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input() if 0 else signal.pause()"
+DEAF = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input() if 0 else signal.pause()"
+)
 END = "pass"
 FAIL = "import sys; [print('line', n) for n in range(30)]; sys.exit(3)"
 REFUSE = "import sys; print('no such key', file=sys.stderr); sys.exit(2)"
@@ -207,7 +209,10 @@ def test_a_config_error_is_not_tried_again(tmp_path, stop, said) -> None:
 def test_one_more_service_runs_beside_the_others(tmp_path, stop, said) -> None:
     supervisor = supervise(tmp_path, stop, said)
     with supervisor:
-        assert supervisor.run([spec("control_plane", SERVE), spec("drafter_worker", END)]).kind == "finished"
+        assert (
+            supervisor.run([spec("control_plane", SERVE), spec("drafter_worker", END)]).kind
+            == "finished"
+        )
         assert supervisor.run_once(spec("evaluator", END)) == Outcome("finished")
         failed = supervisor.run_once(spec("evaluator", FAIL, "again"))
         assert (failed.kind, failed.failed.spec.name) == ("failed", "again")
@@ -234,7 +239,9 @@ def test_segments_of_ended_children_are_removed_and_others_left(segments) -> Non
     assert [path.exists() for path in segments] == [False, True, True]
 
 
-def test_nothing_is_left_in_shared_memory_by_a_killed_target(tmp_path, stop, said, segments) -> None:
+def test_nothing_is_left_in_shared_memory_by_a_killed_target(
+    tmp_path, stop, said, segments
+) -> None:
     crash = (
         "import os, pathlib, signal; pathlib.Path(f'/dev/shm/ringdraft-"
         + RUN
