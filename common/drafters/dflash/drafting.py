@@ -15,7 +15,7 @@ from common.drafters.dflash.attention import (
     LayerWindow,
     dense_mask,
 )
-from common.drafters.dflash.config import SLIDING_ATTENTION
+from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import (
     attend_dense,
@@ -33,6 +33,7 @@ class DraftContext:
         self._embedding = embedding
         self._head = head
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._windows = _windows(drafter.spec, embedding.device)
 
     @property
     def num_tokens(self) -> int:
@@ -49,10 +50,13 @@ class DraftContext:
         fused = self._drafter.fuse(aux_hidden_states.to(self._embedding.dtype))
         grown = self._drafter.context_keys_values(fused, positions)
         if self._layers:
-            grown = [(torch.cat([k, more_k], 1), torch.cat([v, more_v], 1))
-                     for (k, v), (more_k, more_v) in zip(self._layers, grown, strict=True)]  # fmt: skip
+            grown = [
+                (torch.cat([k, more_k], 1), torch.cat([v, more_v], 1))
+                for (k, v), (more_k, more_v) in zip(self._layers, grown, strict=True)
+            ]
         self._layers = grown
 
+    @torch.inference_mode()
     def propose(self, anchor_token_ids: Tensor, anchors: Tensor) -> Tensor:
         """Return draft logits [n, S-1, V] of n blocks; block i sees the context before anchors[i].
 
@@ -70,19 +74,25 @@ class DraftContext:
         spec = self._drafter.spec
         stop = anchors.to(torch.int32)
         layout = BlockLayout(torch.zeros_like(stop), stop, self.num_tokens, spec.block_size)
+        attends = {
+            kind: partial(attend_dense, dense_mask(layout, window))
+            for kind, window in self._windows.items()
+        }
         return self._drafter.run_blocks(
             noise_embedding(self._embedding, anchor_token_ids, spec),
             block_positions(anchors, spec.block_size),
             self._layers,
-            [partial(attend_dense, dense_mask(layout, window)) for window in self._windows()],
+            [attends[kind] for kind in spec.layer_types],
         )
 
-    def _windows(self) -> list[LayerWindow]:
-        spec, device = self._drafter.spec, self._embedding.device
-        return [
-            LayerWindow(
-                torch.tensor(spec.sliding_window if sliding else UNBOUNDED_WINDOW, device=device),
-                torch.tensor(sliding, device=device),
-            )
-            for sliding in (kind == SLIDING_ATTENTION for kind in spec.layer_types)
-        ]
+
+def _windows(spec: DrafterSpec, device: torch.device) -> dict[str, LayerWindow]:
+    """Return the window of each kind of layer that the drafter has."""
+    reach = {FULL_ATTENTION: UNBOUNDED_WINDOW, SLIDING_ATTENTION: spec.sliding_window}
+    return {
+        kind: LayerWindow(
+            torch.tensor(reach[kind], device=device),
+            torch.tensor(kind == SLIDING_ATTENTION, device=device),
+        )
+        for kind in sorted(set(spec.layer_types))
+    }

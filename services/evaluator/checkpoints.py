@@ -1,0 +1,90 @@
+"""Finds the checkpoints to evaluate and refuses those of another target.
+
+    <run_dir>/checkpoints/<group>/<index>/step-<number>/    one series a (group, index)
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+from common.drafters.dflash.checkpoint import CONFIG_FILE, read_spec
+from common.drafters.dflash.config import DrafterSpec
+from common.errors import ConfigError
+from common.target.loading import TargetDescription
+
+_STEP = re.compile(r"step-(\d+)")
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoints(listed: tuple[Path, ...], run_directory: Path) -> list[Path]:
+    """Return the listed checkpoints, or the newest of each series of the run."""
+    for path in listed:
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"evaluation.checkpoints: {str(path)!r} has no {CONFIG_FILE}; point it at a "
+                f"checkpoint directory, such as .../checkpoints/main/0/step-000200"
+            )
+    found = list(listed) or _newest_of_each_series(run_directory / "checkpoints")
+    if not found:
+        raise ConfigError(
+            f"no checkpoint under {str(run_directory / 'checkpoints')!r}; train first, or name "
+            f"one in evaluation.checkpoints"
+        )
+    return [path.resolve() if path.is_symlink() else path for path in found]
+
+
+def read_fitting_spec(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
+    """Return a checkpoint's spec, or raise `ConfigError` where its target has another shape."""
+    spec = read_spec(checkpoint)
+    pairs = {
+        "hidden_size": (spec.hidden_size, target.hidden_size),
+        "vocab_size": (spec.vocab_size, target.vocab_size),
+        "num_target_layers": (spec.num_target_layers, target.num_layers),
+    }
+    wrong = [f"{name} got {a}, expected {b}" for name, (a, b) in pairs.items() if a != b]
+    ids, last = list(spec.target_layer_ids), target.num_layers - 1
+    if not all(0 <= layer < last for layer in ids):
+        wrong.append(f"target_layer_ids got {ids}, expected 0 to {last - 1}")
+    if wrong:
+        raise ConfigError(
+            f"checkpoint {str(checkpoint)!r} belongs to another target than {target.model!r}: "
+            f"{'; '.join(wrong)}; give the target that it was trained with as target.model"
+        )
+    _warn_of_other_weights(checkpoint, target)
+    return spec
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step of a checkpoint; 0 where its name does not say."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
+
+
+def result_name(checkpoint: Path) -> str:
+    """Return `<group>-<index>-step-<number>`, or the directory's name outside of a run."""
+    parts = checkpoint.absolute().parts
+    is_of_a_run = len(parts) > 4 and parts[-4] == "checkpoints" and _STEP.fullmatch(parts[-1])
+    return "-".join(parts[-3:]) if is_of_a_run else parts[-1]
+
+
+def _newest_of_each_series(directory: Path) -> list[Path]:
+    newest: dict[Path, Path] = {}
+    for path in sorted(directory.glob("*/*/step-*"), key=step_of):
+        if _STEP.fullmatch(path.name) and (path / CONFIG_FILE).is_file():
+            newest[path.parent] = path
+    return [newest[series] for series in sorted(newest)]
+
+
+def _warn_of_other_weights(checkpoint: Path, target: TargetDescription) -> None:
+    try:
+        run = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not every checkpoint comes from this project
+        return
+    trained_with = run.get("target_fingerprint") if isinstance(run, dict) else None
+    if trained_with not in (None, target.fingerprint):
+        _log.warning(
+            "checkpoint %s was trained with target %s, this is %s of the same shape: "
+            "acceptance is that of this pair",
+            checkpoint, trained_with, target.fingerprint,
+        )  # fmt: skip
