@@ -41,8 +41,11 @@ def written_spans(render: Render, messages: list[Message], text: str) -> list[Sp
         start, stop = answers[index]
         if _has_reasoning(message):
             # Where the template drops the reasoning of an earlier turn, nothing lies in between.
-            prompt = _length_of_prefix(render, messages[:index], text)
-            start = start if prompt is None else min(start, prompt)
+            start = _pulled_back(render, messages[:index], text, start, lowest=0)
+        elif text[start - 1] == " ":
+            # A blank behind the generation prompt is one token with the word that follows.
+            lowest = len(text[:start].rstrip(" "))
+            start = _pulled_back(render, messages[:index], text, start, lowest)
         spans.append((start, stop))
     return spans
 
@@ -82,6 +85,12 @@ def _as_rendered(answer: str, piece: str, text: str, position: int) -> str | Non
     trims = (answer, answer.rstrip(), answer.lstrip(), answer.strip(),
              answer.rstrip("\n"), answer.lstrip("\n"), answer.strip("\n"))  # fmt: skip
     return next((trim for trim in trims if text.startswith(trim + piece, position)), None)
+
+
+def _pulled_back(render: Render, before: list[Message], text: str, start: int, lowest: int) -> int:
+    """Return the end of the generation prompt of the messages before, from `lowest` to `start`."""
+    prompt = _length_of_prefix(render, before, text)
+    return start if prompt is None else min(start, max(prompt, lowest))
 
 
 def _tool_call_span(render: Render, turn: list[Message], text: str) -> Span:

@@ -8,15 +8,17 @@ answer that was cut has finish_reason "length". Each batch is on disk before the
 run that was killed goes on where it stopped and never writes an id twice.
 """
 
+import fcntl
 import json
 import logging
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import xxhash
 from pydantic import Field
@@ -24,7 +26,8 @@ from pydantic import Field
 from common.config.command_line import parse
 from common.config.loading import Table
 from common.config.shared import RunTable, TargetTable
-from common.errors import ConfigError, RingdraftError, RowRejectedError
+from common.errors import ConfigError, RowRejectedError
+from common.lifecycle import run_service
 from common.telemetry import logs
 from services.target_server.progress import Progress
 
@@ -66,15 +69,16 @@ class Prompt:
     token_ids: list[int]
 
 
-def run(config: RegenerateConfig) -> None:
-    """Answer every prompt that the output does not have yet."""
+def run(config: RegenerateConfig, stop: threading.Event) -> None:
+    """Answer every prompt that the output does not have yet, until a stop is asked for."""
     table = config.regeneration
-    done = _answered_ids(table.output)
-    waiting = [(key, messages) for key, messages in _read(table.prompts) if key not in done]
-    _log.info("%s: %d answered, %d to do", table.output, len(done), len(waiting))
-    if waiting:
-        prompts, writer = _build(config, waiting)
-        _answer_all(table, prompts, writer)
+    with _open_output(table.output) as output:
+        done = _answered_ids(output)
+        waiting = [(key, messages) for key, messages in _read(table.prompts) if key not in done]
+        _log.info("%s: %d answered, %d to do", table.output, len(done), len(waiting))
+        if waiting:
+            prompts, writer = _build(config, waiting)
+            _answer_all(output, prompts, writer, table.batch_size, stop)
 
 
 def _build(
@@ -100,23 +104,26 @@ def _build(
     return prompts, writer
 
 
-def _answer_all(table: RegenerationTable, prompts: list[Prompt], writer: "AnswerWriter") -> None:
+def _answer_all(
+    output: IO[bytes],
+    prompts: list[Prompt],
+    writer: "AnswerWriter",
+    batch_size: int,
+    stop: threading.Event,
+) -> None:
     reasons: Counter[str] = Counter()
-    table.output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        table.output.open("a", encoding="utf-8") as output,
-        Progress("answers", len(prompts)) as progress,
-    ):
-        for start in range(0, len(prompts), table.batch_size):
-            batch = prompts[start : start + table.batch_size]
+    with Progress("answers", len(prompts)) as progress:
+        for start in range(0, len(prompts), batch_size):
+            if stop.is_set():
+                break
+            batch = prompts[start : start + batch_size]
             answers = writer.answer([prompt.token_ids for prompt in batch])
-            output.writelines(map(_line, batch, answers))
+            output.write(b"".join(map(_line, batch, answers)))
             output.flush()
             os.fsync(output.fileno())
             reasons.update(answer.finish_reason for answer in answers)
             progress.advance(len(batch), sum(answer.num_tokens for answer in answers))
-    _log.info("%d answers ended by themselves, %d were cut at %d tokens",
-              reasons["stop"], reasons["length"], table.max_new_tokens)  # fmt: skip
+    _log.info("%d answers ended by themselves, %d were cut", reasons["stop"], reasons["length"])
 
 
 def _tokenize(
@@ -138,65 +145,73 @@ def _read(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if not path.is_file():
         raise ConfigError(f"regeneration.prompts={str(path)!r}: no such file; give a JSONL file")
     seen = set()
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            messages = _messages_to_answer(line)
-            if messages is None:
-                if line.strip():
-                    _log.warning("%s line %d skipped: no JSON with a user turn", path, number)
+            if not line.strip():
                 continue
-            key = json.loads(line).get("id") or xxhash.xxh3_64_hexdigest(
-                json.dumps(messages).encode()
-            )
-            key = str(key)
-            if key in seen:
-                _log.warning("%s line %d skipped: id %r occurred before", path, number, key)
+            key, messages = _prompt_in(line)
+            if messages is None or key in seen:
+                problem = "no JSON with a user turn" if messages is None else f"{key!r} again"
+                _log.warning("%s line %d skipped: %s", path, number, problem)
                 continue
             seen.add(key)
             yield key, messages
 
 
-def _messages_to_answer(line: str) -> list[dict[str, Any]] | None:
+def _prompt_in(line: bytes) -> tuple[str, list[dict[str, Any]] | None]:
+    """Return a line's id (a hash where it has none) and its messages up to the last user turn."""
     try:
-        messages = json.loads(line)["messages"]
+        row = json.loads(line)
+        messages = row["messages"]
         turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     except (ValueError, KeyError, TypeError):
-        return None
-    return messages[: turns[-1] + 1] if turns else None
+        return "", None
+    if not turns:
+        return "", None
+    messages = messages[: turns[-1] + 1]
+    key = row.get("id")
+    if key is None:
+        key = xxhash.xxh3_64_hexdigest(json.dumps(messages).encode())
+    return str(key), messages
 
 
-def _answered_ids(output: Path) -> set[str]:
+def _open_output(path: Path) -> IO[bytes]:
+    """Open for reading and appending, and lock: two runs would answer the same prompts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    output = path.open("a+b")
+    try:
+        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        output.close()
+        raise ConfigError(
+            f"regeneration.output={str(path)!r}: another run is writing it; wait for its end or "
+            f"choose another file"
+        ) from error
+    return output
+
+
+def _answered_ids(output: IO[bytes]) -> set[str]:
     """Return the ids in the output, and cut off a last line that a kill left unfinished."""
-    if not output.is_file():
-        return set()
-    content = output.read_bytes()
+    output.seek(0)
+    content = output.read()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(output, len(whole))
+    output.truncate(len(whole))
     return {json.loads(line)["id"] for line in whole.splitlines()}
 
 
-def _line(prompt: Prompt, answer: "Answer") -> str:
+def _line(prompt: Prompt, answer: "Answer") -> bytes:
     messages = [*prompt.messages, {"role": "assistant", "content": answer.content}]
     record = {"id": prompt.id, "messages": messages, "finish_reason": answer.finish_reason}
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run from the command line; return the exit code."""
-    try:
-        config = parse(RegenerateConfig, "target_server.regenerate", arguments)
-        if config is not None:
-            logs.configure("regenerate", "0", config.run.name, config.run.log_level)
-            run(config)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    except RingdraftError:
-        _log.critical("regeneration ends", exc_info=True)
-        return 1
-    return 0
+def main(stop: threading.Event) -> None:
+    """Regenerate by the command line."""
+    config = parse(RegenerateConfig, "target_server.regenerate")
+    if config is not None:
+        logs.configure("regenerate", "0", config.run.name, config.run.log_level)
+        run(config, stop)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(main))
