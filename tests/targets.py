@@ -13,6 +13,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -30,6 +32,16 @@ _WORDS = "the quick brown fox jumps over the lazy dog and then the other dog " *
 _FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    # Three layers of linear attention before each one of full attention.
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+}
+_FAMILY_SETTINGS = {
+    "qwen3_5": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
 }
 
 
@@ -56,7 +68,7 @@ def make_tiny_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokeniz
 
 
 def make_tiny_target(path: Path, family: str = "llama", **overrides: Any) -> Path:
-    """Save a random model of `family` ("llama" or "qwen3") and its tokenizer; return the folder."""
+    """Save a random model of `family` ("llama", "qwen3", "qwen3_5") and its tokenizer; return the folder."""
     config_class, model_class = _FAMILIES[family]
     tokenizer = make_tiny_tokenizer()
     seed = overrides.pop("seed", 0)
@@ -74,7 +86,7 @@ def make_tiny_target(path: Path, family: str = "llama", **overrides: Any) -> Pat
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    } | _FAMILY_SETTINGS.get(family, {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**settings | overrides))
