@@ -11,6 +11,8 @@ import xxhash
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -76,6 +78,11 @@ def _end_ids(model: PreTrainedModel) -> set[int]:
     for config in (model.generation_config, model.config.get_text_config()):
         value = config.eos_token_id
         found |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    if not found:
+        raise ConfigError(
+            f"target of type {model.config.model_type!r} names no eos_token_id in its config, so no "
+            f"answer would end; add it to the model's generation_config.json"
+        )
     return found
 
 
