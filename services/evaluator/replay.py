@@ -55,6 +55,8 @@ class ReplayWalker:
         blocks: Sequence[VerifiedBlock],
     ) -> Replay:
         """Walk an answer with an empty `context`; `blocks` are what decoding drafted for it."""
+        if not blocks:
+            return Replay([], num_ties=0, num_differences=0)
         token_ids = torch.tensor(prompt + answer, device=self._model.device)
         seen = token_ids[:-1]
         positions = torch.arange(len(seen), device=seen.device)
@@ -70,7 +72,7 @@ class ReplayWalker:
             )
             num_ties += ties
             num_differences += differences
-        lengths = torch.cat(prefixes).tolist() if prefixes else []
+        lengths = torch.cat(prefixes).tolist()
         return Replay(replay_walk(lengths, len(answer)), num_ties, num_differences)
 
 
@@ -85,8 +87,7 @@ def _prefix_lengths(drafts: Tensor, token_ids: Tensor, anchors: Tensor) -> Tenso
 
 def _live_drafts(blocks: Sequence[VerifiedBlock], num_anchors: int, device: torch.device) -> Tensor:
     """Return [num_anchors, S-1] what decoding drafted behind each token, or no token."""
-    width = len(blocks[0].draft_token_ids) if blocks else 0
-    live = torch.full((num_anchors, width), _NO_TOKEN)
+    live = torch.full((num_anchors, len(blocks[0].draft_token_ids)), _NO_TOKEN)
     for block in blocks:
         live[block.anchor] = torch.tensor(block.draft_token_ids)
     return live.to(device)
