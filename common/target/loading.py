@@ -107,6 +107,8 @@ def load_tokenizer(table: TargetTable) -> Tokenizer:
             f"target.model {table.model!r}: its tokenizer has no chat template; "
             f"put a chat_template.jinja beside the tokenizer"
         )
+    # Some files ask for it; on byte-level text it would eat blanks before punctuation.
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 
