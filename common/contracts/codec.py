@@ -32,7 +32,7 @@ class Decoder:
     def decode(self, raw: bytes) -> Any:
         """Return the record in `raw`, or raise `MessageError` naming the counter."""
         version, name, body = _open_envelope(raw)
-        if version != PROTOCOL_VERSION:
+        if type(version) is not int or version != PROTOCOL_VERSION:
             raise MessageError("wrong_version", f"got {version!r}, expected {PROTOCOL_VERSION}")
         record_type = self._types.get(name) if isinstance(name, str) else None
         if record_type is None:

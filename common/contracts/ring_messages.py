@@ -23,7 +23,9 @@ from common.contracts.sequences import Sequence, SequenceSet
 
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NackReason = Literal["torn", "corrupt", "stopping"]
+RefusalKind = Literal["unknown_session", "unknown_group", "ended_session", "replaced"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -58,6 +60,8 @@ class Hello(Record):
     pid: Count
     consumed: SequenceSet
     committed: SequenceSet
+    staged: SequenceSet
+    """Released into a staging buffer and not consumed yet: rows that need not come again (R8)."""
 
 
 class Heartbeat(Record):
@@ -110,8 +114,8 @@ class Welcome(Record):
     row_schema: RowSchema
     total_rows: Count | None
     """Rows of the whole stream where the data has been counted: schedules follow it."""
-    heartbeat_seconds: float
-    lease_seconds: float
+    heartbeat_seconds: Seconds
+    lease_seconds: Seconds
 
 
 class Descriptor(Record):
@@ -145,11 +149,14 @@ class Pulse(Record):
 
 
 class Refused(Record):
-    """The owner does not serve this session, and why."""
+    """The owner does not serve this session, and why.
+
+    `replaced`: another process has begun a session under the same worker_id; this one must stop.
+    """
 
     ring_epoch: U64
     session: U64
-    kind: Literal["unknown_session", "unknown_group", "ended_session"]
+    kind: RefusalKind
     reason: str
 
 

@@ -1,26 +1,31 @@
 """What a row is made of, as both sides of a ring must see it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgpack
 import xxhash
+from pydantic import Field
 
 from common.contracts.record import Record
 
 AuxDtype = Literal["bfloat16", "float8_e4m3fn"]
 Split = Literal["train", "held_out"]
+Extent = Annotated[int, Field(ge=1, lt=1 << 32)]
+Unsigned16 = Annotated[int, Field(ge=0, lt=1 << 16)]
+Unsigned32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Unsigned64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 
 
 class RowSchema(Record):
     """Geometry and identity of the rows in a ring; its fingerprint is in each slot header."""
 
-    row_tokens: int
+    row_tokens: Extent
     """T: packed tokens in a row, a multiple of 128."""
-    max_documents: int
+    max_documents: Extent
     """D_max: entries in the table of documents."""
-    hidden_size: int
+    hidden_size: Extent
     """H: width of the target's residual stream."""
-    target_layer_ids: tuple[int, ...]
+    target_layer_ids: tuple[Unsigned32, ...]
     """0-based decoder layers whose output is kept, in this order."""
     aux_dtype: AuxDtype
     """Element type of `aux_hidden_states`."""
@@ -42,7 +47,7 @@ class RowSchema(Record):
 class DocumentSpan(Record):
     """Which sample lies where in a row."""
 
-    sample_id: int
-    tag: int
-    start: int
-    length: int
+    sample_id: Unsigned64
+    tag: Unsigned16
+    start: Unsigned32
+    length: Unsigned32

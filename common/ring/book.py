@@ -4,11 +4,11 @@ Every method names its transition. Groups are fixed at publish; inside a group a
 session at a time. Accounts hold per group: published = released + poison + skipped + in the ring.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.contracts.ring_messages import LeaseRef
+from common.contracts.ring_messages import Descriptor, LeaseRef
 from common.contracts.rows import Split
 from common.errors import SlotStateError
 from common.ring.states import (
@@ -78,7 +78,13 @@ class SlotBook:
     def __init__(self, num_slots: int, groups: Iterable[str]) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = deque(range(num_slots))
-        self._ready: dict[str, deque[Delivery]] = {group: deque() for group in groups}
+        self._states = Counter({SlotState.FREE: num_slots})
+        self._ready: dict[str, OrderedDict[int, Delivery]] = {g: OrderedDict() for g in groups}
+        """READY deliveries by slot, the next to be leased first."""
+        self._leased: dict[int, Delivery] = {}
+        self._held: defaultdict[int, dict[int, Delivery]] = defaultdict(dict)
+        """LEASED deliveries by lease id, and the same by session."""
+        self._num_leased: Counter[str] = Counter()
         self._next_lease_id = 1
         self.accounts: dict[str, Counter[str]] = {group: Counter() for group in self._ready}
 
@@ -109,11 +115,11 @@ class SlotBook:
         }
         for delivery in entry.deliveries.values():
             self.accounts[delivery.group]["published"] += 1
-            self._ready[delivery.group].append(delivery)
+            self._ready[delivery.group][slot] = delivery
 
     def next_ready(self, group: str, session: int, *, has_others: bool) -> Delivery | None:
         """Return the oldest READY delivery, past those that prefer another session (R5)."""
-        for delivery in self._ready[group]:
+        for delivery in self._ready[group].values():
             if not (has_others and delivery.avoid_session == session):
                 return delivery
         return None
@@ -121,13 +127,17 @@ class SlotBook:
     def lease(self, delivery: Delivery, session: int, now: float, expires_at: float) -> None:
         """READY -lease-> LEASED."""
         self._move(delivery, "lease")
-        self._ready[delivery.group].remove(delivery)
-        delivery.lease = Lease(self._next_lease_id, session, now, expires_at, now)
+        del self._ready[delivery.group][delivery.slot]
+        lease = Lease(self._next_lease_id, session, now, expires_at, now)
         self._next_lease_id += 1
+        delivery.lease = lease
+        self._leased[lease.lease_id] = self._held[session][lease.lease_id] = delivery
+        self._num_leased[delivery.group] += 1
 
     def release(self, delivery: Delivery) -> None:
         """LEASED -release-> RELEASED; the slot is freed with its last delivery."""
         self._move(delivery, "release")
+        self._end_lease(delivery)
         self._finish(delivery, "released")
 
     def requeue(self, delivery: Delivery, max_attempts: int, *, counts: bool) -> None:
@@ -135,67 +145,64 @@ class SlotBook:
 
         `counts` is False where the lease never reached a worker (a failed send).
         """
-        holder = delivery.lease.session if delivery.lease else 0
-        delivery.attempts += int(counts)
-        if delivery.attempts >= max_attempts:
-            self._move(delivery, "poison")
+        attempts = delivery.attempts + int(counts)
+        is_spent = attempts >= max_attempts
+        self._move(delivery, "poison" if is_spent else "requeue")
+        delivery.attempts = attempts
+        delivery.avoid_session = self._end_lease(delivery)
+        if is_spent:
             self._finish(delivery, "poison")
             return
-        self._move(delivery, "requeue")
-        delivery.lease = None
-        delivery.avoid_session = holder
         self.accounts[delivery.group]["requeued"] += int(counts)
-        self._ready[delivery.group].appendleft(delivery)
+        ready = self._ready[delivery.group]
+        ready[delivery.slot] = delivery
+        ready.move_to_end(delivery.slot, last=False)
 
     def skip(self, delivery: Delivery) -> None:
         """READY -skip-> SKIPPED."""
         self._move(delivery, "skip")
-        self._ready[delivery.group].remove(delivery)
+        del self._ready[delivery.group][delivery.slot]
         self._finish(delivery, "skipped")
 
     def current(self, ref: LeaseRef, session: int) -> Delivery | None:
         """Return the delivery whose current lease is `ref` held by `session`, else None (R2)."""
-        if ref.slot >= len(self._slots):
+        delivery = self._leased.get(ref.lease_id)
+        if delivery is None or delivery.lease is None or delivery.lease.session != session:
             return None
-        for delivery in self._slots[ref.slot].deliveries.values():
-            lease = delivery.lease
-            if (
-                delivery.state is DeliveryState.LEASED
-                and lease is not None
-                and lease.session == session
-                and delivery.ref == ref
-            ):
-                return delivery
-        return None
+        return delivery if delivery.ref == ref else None
 
     def leases(self, session: int | None = None) -> list[Delivery]:
         """Return the LEASED deliveries, of one session or of all."""
-        return [
-            delivery
-            for slot in self._slots
-            for delivery in slot.deliveries.values()
-            if delivery.lease is not None
-            and delivery.state is DeliveryState.LEASED
-            and session in (None, delivery.lease.session)
-        ]
+        held = self._leased if session is None else self._held.get(session, {})
+        return list(held.values())
+
+    def num_leases(self, session: int) -> int:
+        """Return how many leases a session has on record."""
+        return len(self._held.get(session, ()))
+
+    def postpone(self, seconds: float) -> None:
+        """Move the deadlines of every lease."""
+        for delivery in self._leased.values():
+            if delivery.lease is not None:
+                delivery.lease.granted_at += seconds
+                delivery.lease.expires_at += seconds
+                delivery.lease.seen_at += seconds
 
     def ready(self, group: str) -> list[Delivery]:
-        """Return the READY deliveries of a group, oldest first."""
-        return list(self._ready[group])
+        """Return the READY deliveries of a group, the next to be leased first."""
+        return list(self._ready[group].values())
 
     def in_ring(self, group: str) -> int:
         """Return how many deliveries of a group are READY or LEASED."""
-        held = sum(delivery.group == group for delivery in self.leases())
-        return len(self._ready[group]) + held
+        return len(self._ready[group]) + self._num_leased[group]
 
     def num_writing(self) -> int:
         """Return how many slots are WRITING."""
-        return sum(slot.state is SlotState.WRITING for slot in self._slots)
+        return self._states[SlotState.WRITING]
 
     def slot_counts(self) -> dict[str, int]:
         """Return slots by state."""
-        counts = Counter(slot.state.value for slot in self._slots)
-        return {state.value: counts[state.value] for state in SlotState}
+        return {state.value: self._states[state] for state in SlotState}
 
     def delivery_counts(self) -> dict[str, int]:
         """Return deliveries of published slots by state."""
@@ -204,10 +211,25 @@ class SlotBook:
 
     def _move_slot(self, slot: int, event: str) -> None:
         entry = self._slots[slot]
-        entry.state = next_slot_state(slot, entry.state, event)
+        state = next_slot_state(slot, entry.state, event)
+        self._states[entry.state] -= 1
+        self._states[state] += 1
+        entry.state = state
 
     def _move(self, delivery: Delivery, event: str) -> None:
         delivery.state = next_delivery_state(delivery.slot, delivery.group, delivery.state, event)
+
+    def _end_lease(self, delivery: Delivery) -> int:
+        """Take the lease off the record and return the session that held it."""
+        lease = delivery.lease
+        if lease is None:
+            raise SlotStateError(f"slot {delivery.slot}, group {delivery.group!r} has no lease")
+        delivery.lease = None
+        del self._leased[lease.lease_id], self._held[lease.session][lease.lease_id]
+        if not self._held[lease.session]:
+            del self._held[lease.session]
+        self._num_leased[delivery.group] -= 1
+        return lease.session
 
     def _finish(self, delivery: Delivery, account: str) -> None:
         self.accounts[delivery.group][account] += 1
@@ -216,3 +238,21 @@ class SlotBook:
             entry.deliveries = {}
             self._move_slot(delivery.slot, "free")
             self._free.append(delivery.slot)
+
+
+def describe(delivery: Delivery, ring_epoch: int) -> Descriptor:
+    """Return the message that grants a delivery's current lease to its holder."""
+    if delivery.lease is None:
+        raise SlotStateError(f"slot {delivery.slot}, group {delivery.group!r} has no lease")
+    row = delivery.row
+    return Descriptor(
+        ring_epoch=ring_epoch,
+        session=delivery.lease.session,
+        lease=delivery.ref,
+        sequence=row.sequence,
+        split=row.split,
+        attempt=delivery.attempts,
+        used_tokens=row.used_tokens,
+        num_bytes=row.num_bytes,
+        token_hash=row.token_hash,
+    )

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import xxhash
+
 from common.contracts.rows import DocumentSpan, RowSchema, Split
 from common.errors import CorruptSlotError
 
@@ -58,10 +60,16 @@ class SlotLayout:
 
     def __init__(self, schema: RowSchema) -> None:
         self.schema = schema
+        self.fingerprint = schema.fingerprint
         self.fields = {field.name: field for field in _place_fields(schema)}
         last = list(self.fields.values())[-1]
         self.slot_bytes = last.offset + _round_up(last.num_bytes)
         self.payload_bytes = self.slot_bytes - PAGE_BYTES
+
+    def hash_tokens(self, slot: memoryview) -> int:
+        """Return the xxh3 of a slot's token ids."""
+        field = self.fields["token_ids"]
+        return xxhash.xxh3_64_intdigest(slot[field.offset : field.offset + field.num_bytes])
 
 
 def pack_header(header: SlotHeader) -> bytes:

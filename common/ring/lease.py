@@ -7,13 +7,14 @@ import xxhash
 from common.contracts.ring_messages import Descriptor, NackReason
 from common.errors import CorruptSlotError
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, unpack_header
+from common.ring.segment import fence
 
 
 class LeaseHolder(Protocol):
     """Whoever answers the owner for a lease."""
 
     def finish(self, lease: "Lease", reason: NackReason | None) -> None:
-        """End the lease."""
+        """End the lease; a second time does nothing."""
 
 
 class Lease:
@@ -26,6 +27,8 @@ class Lease:
         self._layout = layout
         self.descriptor = descriptor
         self.view = view
+        self.is_open = True
+        """Until the first `release` or `nack`; the holder's to change."""
 
     def field(self, name: str) -> memoryview:
         """Return the bytes of a field in the slot; they may change once the lease is over."""
@@ -33,7 +36,8 @@ class Lease:
         return self.view[field.offset : field.offset + field.num_bytes]
 
     def header(self) -> SlotHeader:
-        """Read the slot's header."""
+        """Read the slot's header; raise `CorruptSlotError` where a writer is at work."""
+        fence()
         return unpack_header(bytes(self.view[:PAGE_BYTES]))
 
     def is_intact(self, token_ids: bytes | memoryview) -> bool:
@@ -42,24 +46,16 @@ class Lease:
         Args:
             token_ids: the copy of the field `token_ids`, not the slot's.
         """
-        try:
-            header = self.header()
-        except CorruptSlotError:
-            return False
-        told = self.descriptor
-        return (
-            header.ring_epoch == told.ring_epoch
-            and header.slot == told.lease.slot
-            and header.generation == told.lease.generation
-            and header.sequence == told.sequence
-            and header.schema_fingerprint == self._layout.schema.fingerprint
-            and xxhash.xxh3_64_intdigest(token_ids) == told.token_hash
-        )
+        header = self._matching_header()
+        told = self.descriptor.token_hash
+        return header is not None and xxhash.xxh3_64_intdigest(token_ids) == told
 
     def is_payload_intact(self, payload: bytes | memoryview) -> bool:
         """Check a copied payload against the header's checksum, where there is one."""
-        expected = self.header().payload_hash
-        return expected == 0 or xxhash.xxh3_64_intdigest(payload) == expected
+        header = self._matching_header()
+        if header is None:
+            return False
+        return header.payload_hash == 0 or xxhash.xxh3_64_intdigest(payload) == header.payload_hash
 
     def release(self) -> None:
         """The copy is done: free the slot. The staging buffer stays busy."""
@@ -68,3 +64,19 @@ class Lease:
     def nack(self, reason: NackReason) -> None:
         """The row was not copied: give it back. The staging buffer is free again."""
         self._holder.finish(self, reason)
+
+    def _matching_header(self) -> SlotHeader | None:
+        # SYNC POINT (R1): the copy is over before the header is read; `header` fences.
+        try:
+            header = self.header()
+        except CorruptSlotError:
+            return None
+        told = self.descriptor
+        is_same = (
+            header.ring_epoch == told.ring_epoch
+            and header.slot == told.lease.slot
+            and header.generation == told.lease.generation
+            and header.sequence == told.sequence
+            and header.schema_fingerprint == self._layout.fingerprint
+        )
+        return header if is_same else None

@@ -3,25 +3,35 @@
 RELEASE frees memory and says nothing here. A sequence leaves the ledger when a commit lists it, or
 when it was skipped or is poison. What an ended session had released and its successor's HELLO (or,
 without a successor, its last commit) lacks is to be captured again under the same sequence.
+
+A restarted owner knows checkpoints only. What live sessions say they hold beyond those is opened in
+their name when it is asked for (`adopted`), and never published unless they lose it.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from common.contracts.sequences import SequenceSet
 
 
 class GroupLedger:
-    """One group's sequences that are published and not settled."""
+    """One group's sequences that are open: published or adopted, and not settled."""
 
     def __init__(self, settled: SequenceSet) -> None:
+        known = SequenceSet.of(settled.above, low=settled.low)
+        self._low, self._above = known.low, set(known.above)
         self._open: dict[int, int | None] = {}
         """Sequence to the session that released it; None while it is in the ring or awaited."""
-        self._above = set(settled.above)
-        self._low = settled.low
-        self._committed = 0
-        self._recaptures: deque[int] = deque()
+        self._held: defaultdict[int, set[int]] = defaultdict(set)
+        """The same by session."""
+        self._claims: dict[int, SequenceSet] = {}
+        """What sessions said at their Hello that they hold."""
+        self._adopted: set[int] = set()
+        """Open sequences that this owner has not published."""
         self._awaited: set[int] = set()
-        """Sequences in `_recaptures`, or taken from it and not published again yet."""
+        self._recaptures: dict[int, None] = {}
+        """Awaited sequences that nobody captures yet, in order."""
+        self._num_committed = 0
         self.counts: Counter[str] = Counter()
 
     @property
@@ -36,98 +46,136 @@ class GroupLedger:
 
     @property
     def num_committed(self) -> int:
-        """Distinct sequences that commits listed."""
-        return self._committed
+        """Distinct sequences of this owner that commits listed."""
+        return self._num_committed
 
     @property
     def num_open(self) -> int:
-        """Published sequences that are not settled."""
-        return len(self._open)
+        """Sequences that this owner published and that are not settled."""
+        return len(self._open) - len(self._adopted)
 
     @property
     def num_awaited(self) -> int:
         """Sequences that are to be captured again."""
         return len(self._awaited)
 
+    def is_clear(self) -> bool:
+        """Whether nothing is open."""
+        return not self._open
+
+    def holds_for(self, session: int) -> bool:
+        """Whether rows wait for the fate of a session."""
+        return session in self._held or session in self._claims
+
     def lacks(self, sequence: int) -> bool:
         """Whether the group still needs the sequence published, for the first time or again."""
         if sequence in self._open:
             return sequence in self._awaited
-        return not self._is_settled(sequence)
+        if sequence < self._low or sequence in self._above:
+            return False
+        for session, claim in self._claims.items():
+            if sequence in claim:
+                self._adopted.add(sequence)
+                self._hold(sequence, session)
+                return False
+        return True
 
     def publish(self, sequence: int) -> None:
-        """Open a sequence."""
-        self._awaited.discard(sequence)
-        self.counts["recaptured"] += sequence in self._open
-        self._open[sequence] = None
+        """Open a sequence, or open it again."""
+        self._stop_awaiting(sequence)
+        if sequence in self._adopted:
+            self._adopted.remove(sequence)
+        elif sequence in self._open:
+            self.counts["recaptured"] += 1
+        self._hold(sequence, None)
 
     def release(self, sequence: int, session: int) -> None:
         """Note which session holds the row from here on."""
         if sequence in self._open:
-            self._open[sequence] = session
+            self._hold(sequence, session)
 
     def drop(self, sequence: int) -> None:
         """Settle a sequence that was skipped or is poison."""
-        if self._open.pop(sequence, self) is not self:
+        if sequence in self._open:
             self._settle(sequence)
 
     def commit(self, session: int, committed: SequenceSet) -> None:
         """Settle what a session's durable checkpoint lists."""
-        above = frozenset(committed.above)
-        done = [
-            sequence
-            for sequence, holder in self._open.items()
-            if holder == session and (sequence < committed.low or sequence in above)
-        ]
-        for sequence in done:
-            del self._open[sequence]
+        for sequence in [s for s in self._held.get(session, ()) if s in committed]:
+            self._num_committed += sequence not in self._adopted
             self._settle(sequence)
-        self._committed += len(done)
 
-    def num_consumed(self, consumed: dict[int, SequenceSet]) -> int:
+    def num_consumed(self, consumed: Mapping[int, SequenceSet]) -> int:
         """Return committed plus open sequences that a live session has consumed."""
-        done = sum(
-            holder is not None and holder in consumed and sequence in consumed[holder]
-            for sequence, holder in self._open.items()
+        return self._num_committed + sum(
+            sequence in done and sequence not in self._adopted
+            for session, done in consumed.items()
+            for sequence in self._held.get(session, ())
         )
-        return self._committed + done
+
+    def welcome(self, session: int, held: SequenceSet) -> None:
+        """Note what a session says it holds, and stop waiting for what it has after all."""
+        if held.low or held.above:
+            self._claims[session] = held
+        for sequence in [s for s in self._awaited if s in held]:
+            self._stop_awaiting(sequence)
+            self._hold(sequence, session)
 
     def hand_over(self, ended: int, successor: int, kept: SequenceSet) -> None:
         """Give an ended session's rows to its successor; await those that it lacks."""
-        for sequence in self._held_by(ended):
+        for sequence in self._leave(ended):
             if sequence in kept:
-                self._open[sequence] = successor
+                self._hold(sequence, successor)
             else:
                 self._await(sequence)
 
     def lose(self, ended: int) -> None:
         """Await every uncommitted row of a session that has no successor."""
-        for sequence in self._held_by(ended):
+        for sequence in self._leave(ended):
             self._await(sequence)
-
-    def adopt(self, session: int, consumed: SequenceSet) -> None:
-        """Cancel what a session that came back late had consumed after all."""
-        for sequence in [s for s in self._recaptures if s in consumed]:
-            self._recaptures.remove(sequence)
-            self._awaited.discard(sequence)
-            self._open[sequence] = session
 
     def next_recapture(self) -> int | None:
         """Return a sequence to capture again, or None."""
-        return self._recaptures.popleft() if self._recaptures else None
+        sequence = next(iter(self._recaptures), None)
+        if sequence is not None:
+            del self._recaptures[sequence]
+        return sequence
 
-    def _held_by(self, session: int) -> list[int]:
-        return [sequence for sequence, holder in self._open.items() if holder == session]
+    def is_captured_elsewhere(self, sequence: int) -> None:
+        """The sequence is being captured for another group already: it comes to this one too."""
+        self._recaptures.pop(sequence, None)
+
+    def _leave(self, session: int) -> list[int]:
+        self._claims.pop(session, None)
+        return sorted(self._held.get(session, ()))
+
+    def _hold(self, sequence: int, session: int | None) -> None:
+        self._let_go(sequence)
+        self._open[sequence] = session
+        if session is not None:
+            self._held[session].add(sequence)
+
+    def _let_go(self, sequence: int) -> None:
+        holder = self._open.get(sequence)
+        if holder is not None:
+            self._held[holder].remove(sequence)
+            if not self._held[holder]:
+                del self._held[holder]
 
     def _await(self, sequence: int) -> None:
-        self._open[sequence] = None
+        self._hold(sequence, None)
         self._awaited.add(sequence)
-        self._recaptures.append(sequence)
+        self._recaptures[sequence] = None
 
-    def _is_settled(self, sequence: int) -> bool:
-        return sequence < self._low or sequence in self._above
+    def _stop_awaiting(self, sequence: int) -> None:
+        self._awaited.discard(sequence)
+        self._recaptures.pop(sequence, None)
 
     def _settle(self, sequence: int) -> None:
+        self._let_go(sequence)
+        del self._open[sequence]
+        self._stop_awaiting(sequence)
+        self._adopted.discard(sequence)
         self._above.add(sequence)
         while self._low in self._above:
             self._above.remove(self._low)

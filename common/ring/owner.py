@@ -2,19 +2,19 @@
 
     main thread   loan -> write -> publish          waits for: a free slot (bounded)
     ring thread   messages and time -> transitions   waits for: the socket, a publish, a tick
-    unblocked by  loan: a release, a nack, a dead session;  ring thread: any of its three
+    unblocked by  loan: a release, a nack, a dead session, close;  ring thread: any of its three
 
 A slot is freed only when every group's delivery is terminal, since a reader may copy until then.
 """
 
 import hashlib
 import logging
+import math
 import os
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,63 +22,26 @@ import xxhash
 import zmq
 
 from common.config.shared import GroupTable, RingTable
-from common.contracts.codec import MAX_MESSAGE_BYTES, encode
+from common.contracts.codec import encode
 from common.contracts.control_messages import RingReport
 from common.contracts.ring_messages import OWNER_DECODER
-from common.contracts.rows import DocumentSpan, RowSchema, Split
+from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
-from common.errors import ConfigError, MessageError, StaleEpochError
+from common.errors import MessageError, StaleEpochError
 from common.ring.book import PublishedRow
-from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_documents, pack_header
+from common.ring.endpoint import Listener
+from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
 from common.ring.protocol import OwnerProtocol
 from common.ring.reports import ring_report
-from common.ring.segment import SEGMENT_PREFIX, HostSegment, MemorySegment
+from common.ring.segment import SEGMENT_PREFIX, HostSegment, MemorySegment, fence
+from common.ring.writable import WritableSlot
 
 TICK_SECONDS = 0.1
+# A tick this late means that this process was stopped, not its peers.
+_STALL_SECONDS = 1.0
+# Messages taken in one turn, so that a peer that never stops cannot keep the lock.
+_MESSAGES_A_TURN = 256
 _log = logging.getLogger(__name__)
-
-
-class WritableSlot:
-    """The right to write one slot; ends with `publish` or `abort`. An exception aborts."""
-
-    def __init__(self, owner: "RingOwner", slot: int, view: memoryview) -> None:
-        self._owner = owner
-        self._is_open = True
-        self.slot = slot
-        self.view = view
-
-    def field(self, name: str) -> memoryview:
-        """Return the bytes of a field."""
-        field = self._owner.layout.fields[name]
-        return self.view[field.offset : field.offset + field.num_bytes]
-
-    def publish(
-        self,
-        *,
-        sequence: int,
-        split: Split,
-        used_tokens: int,
-        documents: Sequence[DocumentSpan],
-    ) -> None:
-        """WRITING -publish-> PUBLISHED: write the header last, then announce."""
-        table = pack_documents(documents)
-        self.field("documents")[: len(table)] = table
-        self._owner._publish(self, sequence, split, used_tokens, len(documents))
-        self._is_open = False
-
-    def abort(self) -> None:
-        """WRITING -abort-> FREE."""
-        if self._is_open:
-            self._is_open = False
-            self._owner._abort(self.slot)
-
-    def __enter__(self) -> "WritableSlot":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
 
 class RingOwner:
@@ -100,57 +63,93 @@ class RingOwner:
         self.layout = SlotLayout(schema)
         self.ring_epoch = secrets.randbits(64)
         self._transport_reason = transport_reason
+        self._checksum = table.checksum_payload
         self._lock = threading.RLock()
         self._slot_freed = threading.Condition(self._lock)
         self._refused: Counter[str] = Counter()
-        self._socket = _bind(endpoint)
-        try:
-            name = segment_name(run, endpoint, self.ring_epoch)
-            self._segment = backing.create(name, table.num_slots, self.layout.slot_bytes)
-        except BaseException:
-            self._socket.close(linger=0)
-            endpoint.unlink(missing_ok=True)
-            raise
-        self._endpoint = endpoint
-        self._checksum = table.checksum_payload
-        self._protocol = OwnerProtocol(
-            self.ring_epoch,
-            self._segment.ref,
-            schema,
-            table=table,
-            groups=groups,
-            total_rows=total_rows,
-            settled=settled,
-        )
-        self._stop = threading.Event()
         self._failure: BaseException | None = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._stop = threading.Event()
+        self._is_closed = False
+        name = segment_name(run, endpoint, self.ring_epoch)
+        self._segment = backing.create(name, table.num_slots, self.layout.slot_bytes)
+        try:
+            self._protocol = OwnerProtocol(
+                self.ring_epoch,
+                self._segment.ref,
+                schema,
+                table=table,
+                groups=groups,
+                total_rows=total_rows,
+                settled=settled,
+            )
+            self._listener = Listener(endpoint)
+        except BaseException:
+            self._segment.close()
+            raise
+        is_resumed = self._listener.replaced_another or any(
+            known != SequenceSet() for known in (settled or {}).values()
+        )
+        self._opens_at = time.monotonic() + (table.resume_wait_seconds if is_resumed else 0.0)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ring-owner", daemon=True)
         self._thread.start()
-
-    def loan(self, timeout: float) -> WritableSlot | None:
-        """FREE -loan-> WRITING: return a slot, or None where the ring stays full."""
-        deadline = time.monotonic() + timeout
-        with self._slot_freed:
-            while True:
-                self._raise_failure()
-                slot = self._protocol.book.loan()
-                if slot is not None:
-                    break
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return None
-                self._slot_freed.wait(remaining)
-        start = slot * self.layout.slot_bytes
-        view = self._segment.view[start : start + self.layout.slot_bytes]
-        # SYNC POINT (R1): the old generation is gone before the first byte of the new payload.
-        view[:PAGE_BYTES] = bytes(PAGE_BYTES)
-        return WritableSlot(self, slot, view)
 
     @property
     def memory(self) -> memoryview:
         """The whole segment."""
         return self._segment.view
+
+    def loan(self, timeout: float) -> WritableSlot | None:
+        """FREE -loan-> WRITING: return a slot, or None where the ring stays full.
+
+        After a restart the first loan waits `resume_wait`: live sessions say what they hold (R8).
+        """
+        deadline = time.monotonic() + timeout
+        with self._slot_freed:
+            while (slot := self._next_free_slot()) is None:
+                now = time.monotonic()
+                if now >= deadline:
+                    return None
+                until = min(deadline, self._opens_at) if now < self._opens_at else deadline
+                self._slot_freed.wait(until - now)
+        start = slot * self.layout.slot_bytes
+        view = self._segment.view[start : start + self.layout.slot_bytes]
+        # SYNC POINT (R1): the old generation is gone before the first byte of the new payload.
+        view[:PAGE_BYTES] = bytes(PAGE_BYTES)
+        fence()
+        return WritableSlot(self, slot, view)
+
+    def publish_slot(self, slot: int, view: memoryview, row: PublishedRow, documents: int) -> None:
+        """WRITING -publish-> PUBLISHED: write the header and announce the row."""
+        layout = self.layout
+        payload_hash = xxhash.xxh3_64_intdigest(view[PAGE_BYTES:]) if self._checksum else 0
+        with self._lock:
+            self._check_open()
+            header = SlotHeader(
+                ring_epoch=self.ring_epoch,
+                slot=slot,
+                generation=self._protocol.book.next_generation(slot),
+                sequence=row.sequence,
+                split=row.split,
+                used_tokens=row.used_tokens,
+                num_documents=documents,
+                payload_bytes=layout.payload_bytes,
+                token_hash=row.token_hash,
+                payload_hash=payload_hash,
+                schema_fingerprint=layout.fingerprint,
+            )
+            packed = pack_header(header)
+            # SYNC POINT: payload, then header, then the announcement; the socket orders the rest.
+            fence()
+            view[: len(packed)] = packed
+            self._protocol.publish(slot, row, time.monotonic())
+            self._nudge()
+
+    def abort_slot(self, slot: int) -> None:
+        """WRITING -abort-> FREE."""
+        with self._slot_freed:
+            self._protocol.book.abort(slot)
+            self._slot_freed.notify_all()
 
     def wants(self, sequence: int) -> bool:
         """Whether any group still needs the sequence."""
@@ -185,59 +184,46 @@ class RingOwner:
                                dict(self._refused))  # fmt: skip
 
     def close(self) -> None:
-        """Stop the thread, close the socket, remove the segment."""
-        self._stop.set()
-        os.eventfd_write(self._wake, 1)
+        """Stop the thread, close the socket, remove the segment; a second call does nothing."""
+        with self._slot_freed:
+            if self._is_closed:
+                return
+            self._stop.set()
+            self._nudge()
+            self._is_closed = True
+            self._slot_freed.notify_all()
         self._thread.join()
         os.close(self._wake)
         self._segment.close()
-        self._endpoint.unlink(missing_ok=True)
+        self._listener.unlink()
 
     def __enter__(self) -> "RingOwner":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
-    def _publish(
-        self, writable: WritableSlot, sequence: int, split: Split, used_tokens: int, num_documents: int
-    ) -> None:
-        layout = self.layout
-        token_hash = xxhash.xxh3_64_intdigest(writable.field("token_ids"))
-        payload = writable.view[PAGE_BYTES:]
-        with self._lock:
-            if self._stop.is_set():
-                raise StaleEpochError(f"ring_epoch {self.ring_epoch}: the ring is closed; stop writing")
-            header = SlotHeader(
-                ring_epoch=self.ring_epoch,
-                slot=writable.slot,
-                generation=self._protocol.book.next_generation(writable.slot),
-                sequence=sequence,
-                split=split,
-                used_tokens=used_tokens,
-                num_documents=num_documents,
-                payload_bytes=layout.payload_bytes,
-                token_hash=token_hash,
-                payload_hash=xxhash.xxh3_64_intdigest(payload) if self._checksum else 0,
-                schema_fingerprint=layout.schema.fingerprint,
-            )
-            packed = pack_header(header)
-            # SYNC POINT: payload, then header, then the announcement; the socket orders the rest.
-            writable.view[: len(packed)] = packed
-            row = PublishedRow(sequence, split, used_tokens, layout.payload_bytes, token_hash)
-            self._protocol.publish(writable.slot, row, time.monotonic())
-        os.eventfd_write(self._wake, 1)
-
-    def _abort(self, slot: int) -> None:
-        with self._slot_freed:
-            self._protocol.book.abort(slot)
-            self._slot_freed.notify_all()
+    def _next_free_slot(self) -> int | None:
+        self._check_open()
+        return self._protocol.book.loan() if time.monotonic() >= self._opens_at else None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _check_open(self) -> None:
+        self._raise_failure()
+        if self._is_closed:
+            raise StaleEpochError(f"ring_epoch {self.ring_epoch}: the ring is closed; stop writing")
+
+    def _nudge(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         try:
@@ -248,30 +234,34 @@ class RingOwner:
                 self._failure = error
                 self._slot_freed.notify_all()
         finally:
-            self._socket.close(linger=0)
+            self._listener.close()
 
     def _serve(self) -> None:
+        socket = self._listener.socket
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         next_tick = time.monotonic() + TICK_SECONDS
         while not self._stop.is_set():
-            events = dict(poller.poll(max(0.0, next_tick - time.monotonic()) * 1000))
+            events = dict(poller.poll(_milliseconds_until(next_tick)))
             if self._wake in events:
                 os.eventfd_read(self._wake)
             with self._slot_freed:
-                if self._socket in events:
-                    self._receive_all()
-                if time.monotonic() >= next_tick:
+                now = time.monotonic()
+                if now - next_tick > _STALL_SECONDS:
+                    _log.warning("the ring's owner was stopped for %.1f s", now - next_tick)
+                    self._protocol.postpone(now - next_tick)
+                self._receive(socket)
+                if now >= next_tick:
                     self._protocol.tick(time.monotonic())
                     next_tick = time.monotonic() + TICK_SECONDS
-                self._send_all()
+                self._send_all(socket)
                 self._slot_freed.notify_all()
 
-    def _receive_all(self) -> None:
-        while True:
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in range(_MESSAGES_A_TURN):
             try:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT)
+                parts = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
             try:
@@ -284,11 +274,11 @@ class RingOwner:
                 continue
             self._protocol.receive(parts[0], record, time.monotonic())
 
-    def _send_all(self) -> None:
+    def _send_all(self, socket: "zmq.Socket[bytes]") -> None:
         messages, self._protocol.outbox = self._protocol.outbox, []
         for identity, record in messages:
             try:
-                self._socket.send_multipart([identity, encode(record)], zmq.DONTWAIT)
+                socket.send_multipart([identity, encode(record)], zmq.DONTWAIT)
             except zmq.ZMQError as error:  # would block, or the peer is unreachable
                 self._refused["unsent"] += 1
                 _log.debug("message to %r not sent: %s", identity, error)
@@ -301,19 +291,5 @@ def segment_name(run: str, endpoint: Path, ring_epoch: int) -> str:
     return f"{SEGMENT_PREFIX}{run}-{os.getpid()}-{place}-{ring_epoch:016x}"
 
 
-def _bind(endpoint: Path) -> zmq.Socket:
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
-    try:
-        # The caller holds the run's lock, so a socket file that is here has no live owner.
-        endpoint.unlink(missing_ok=True)
-        socket.bind(f"ipc://{endpoint}")
-        endpoint.chmod(0o600)
-    except (zmq.ZMQError, OSError) as error:
-        socket.close(linger=0)
-        raise ConfigError(f"ring socket {endpoint}: {error}; choose another run.directory") from error
-    return socket
+def _milliseconds_until(moment: float) -> int:
+    return max(0, math.ceil((moment - time.monotonic()) * 1000))

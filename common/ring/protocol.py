@@ -5,7 +5,6 @@ raises for what a peer says: what does not fit is a counted no-op.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 from common.config.shared import GroupTable, RingTable
 from common.contracts.record import Record
@@ -14,8 +13,10 @@ from common.contracts.ring_messages import (
     Descriptor,
     Heartbeat,
     Hello,
+    LeaseRef,
     Nack,
     Pulse,
+    RefusalKind,
     Refused,
     Release,
     SegmentRef,
@@ -23,20 +24,10 @@ from common.contracts.ring_messages import (
 )
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
-from common.ring.book import Delivery, PublishedRow, SlotBook
+from common.ring.book import Delivery, PublishedRow, SlotBook, describe
 from common.ring.ledger import GroupLedger
 from common.ring.sessions import Session, SessionTable
 from common.ring.states import DeliveryState
-
-
-@dataclass(frozen=True)
-class _Limbo:
-    """An ended session whose rows wait for its worker's next session."""
-
-    deadline: float
-    worker_id: str
-    session: int
-    group: str
 
 
 class OwnerProtocol:
@@ -66,8 +57,8 @@ class OwnerProtocol:
         self._total_rows = total_rows
         self._table = table
         self._groups = groups
-        self._limbo: list[_Limbo] = []
-        self._poison_leases: set[int] = set()
+        self._poison_leases: dict[LeaseRef, int] = {}
+        """Leases that ended in poison, and the session that held each."""
         self._last_sequence: int | None = None
         self._handlers = {
             Hello: self._on_hello,
@@ -82,7 +73,7 @@ class OwnerProtocol:
     def publish(self, slot: int, row: PublishedRow, now: float) -> None:
         """Publish a written slot to every group that lacks its sequence (mask fixed here)."""
         groups = [name for name in self._groups if self.ledgers[name].lacks(row.sequence)]
-        if not groups:  # a session came back with the row while it was captured again
+        if not groups:  # a session came with the row while it was being captured
             self.book.abort(slot)
             return
         self.book.publish(slot, row, groups, now)
@@ -99,12 +90,19 @@ class OwnerProtocol:
         for ledger in self.ledgers.values():
             sequence = ledger.next_recapture()
             if sequence is not None:
+                for other in self.ledgers.values():
+                    other.is_captured_elsewhere(sequence)
                 return sequence
         return None
 
     def end(self, last_sequence: int) -> None:
         """The stream is over; told in every pulse from here on (R7)."""
         self._last_sequence = last_sequence
+
+    def postpone(self, seconds: float) -> None:
+        """Move every deadline: the owner itself has not listened for so long."""
+        self.sessions.postpone(seconds)
+        self.book.postpone(seconds)
 
     def is_drained(self) -> bool:
         """Every row of every group is settled and every session has said goodbye or is dead."""
@@ -137,52 +135,41 @@ class OwnerProtocol:
         for name, group in self._groups.items():
             if group.policy == "skip":
                 self._skip_late(name, now - group.group_timeout_seconds)
-        waiting, self._limbo = self._limbo, []
-        for limbo in waiting:
-            if limbo.deadline <= now:
-                self.ledgers[limbo.group].lose(limbo.session)
-            else:
-                self._limbo.append(limbo)
+        for estate in self.sessions.overdue(now):
+            self.ledgers[estate.group].lose(estate.session)
         self._grant(now)
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
-        if self._is_refused(identity, hello):
-            return
-        entry = self.sessions.get(hello.session)
-        if entry is None:
-            predecessor = self.sessions.of_worker(hello.worker_id)
-            entry = Session(
-                hello.worker_id, hello.session, identity, hello.group, hello.capacity, hello.number,
-                now, hello.consumed, hello.committed,
-            )  # fmt: skip
-            self.sessions.add(entry)
-            if predecessor is not None:
-                self._end_session(predecessor, now, "replaced")
-            self._inherit(entry)
-        entry.last_seen = now
-        self._send(
-            entry,
-            Welcome(
-                ring_epoch=self.ring_epoch,
-                session=hello.session,
-                segment=self._segment,
-                row_schema=self._schema,
-                total_rows=self._total_rows,
-                heartbeat_seconds=self._table.heartbeat_seconds,
-                lease_seconds=self._table.lease_seconds,
-            ),
-        )
-        self._grant(now)
-
-    def _is_refused(self, identity: bytes, hello: Hello) -> bool:
         if hello.group not in self._groups:
             reason = f"group {hello.group!r} is not of this run; known: {sorted(self._groups)}"
             self._refuse(identity, hello.session, "unknown_group", reason)
-            return True
+            return
         if self.sessions.has_ended(hello.session):
-            self._refuse(identity, hello.session, "ended_session", "say Hello with a fresh session")
-            return True
-        return False
+            self._refuse_ended(identity, hello.session)
+            return
+        entry = self.sessions.get(hello.session)
+        if entry is None:
+            entry = self._begin_session(identity, hello, now)
+        elif entry.identity != identity or entry.group != hello.group:
+            self.stale_calls["hello"] += 1
+            return
+        elif entry.accepts(hello.number):
+            entry.capacity = hello.capacity
+        entry.last_seen = now
+        self._send(entry, self._welcome(hello.session))
+        self._grant(now)
+
+    def _begin_session(self, identity: bytes, hello: Hello, now: float) -> Session:
+        predecessor = self.sessions.of_worker(hello.worker_id)
+        if predecessor is not None:
+            self._end_session(predecessor, now, "replaced")
+        entry = Session(
+            hello.worker_id, hello.session, identity, hello.group, hello.capacity, hello.number,
+            now, hello.consumed, hello.committed,
+        )  # fmt: skip
+        self.sessions.add(entry)
+        self._inherit(entry, hello.consumed.union(hello.staged))
+        return entry
 
     def _on_heartbeat(self, identity: bytes, beat: Heartbeat, now: float) -> None:
         entry = self._session(identity, beat.ring_epoch, beat.session, "heartbeat")
@@ -201,13 +188,13 @@ class OwnerProtocol:
 
     def _heal(self, entry: Session, beat: Heartbeat, now: float) -> None:
         """Renew listed leases (R5), send unlisted ones again (R3), drop debts that are omitted."""
-        held = {ref.lease_id for ref in beat.held}
-        entry.owed &= held
+        held = set(beat.held)
+        entry.owed &= {ref.lease_id for ref in held}
         for delivery in self.book.leases(entry.session):
             lease = delivery.lease
             if lease is None:
                 continue
-            if lease.lease_id in held:
+            if delivery.ref in held:
                 longest = lease.granted_at + self._table.lease_max_seconds
                 lease.expires_at = min(now + self._table.lease_seconds, longest)
                 lease.seen_at = now
@@ -215,7 +202,7 @@ class OwnerProtocol:
                 # A lease that never reached its session is not the session's fault.
                 lease.granted_at, lease.expires_at = now, now + self._table.lease_seconds
                 lease.seen_at = now
-                self._send(entry, self._descriptor(delivery, entry.session))
+                self._send(entry, describe(delivery, self.ring_epoch))
         self.stale_calls["held"] += sum(
             self.book.current(ref, entry.session) is None for ref in beat.held
         )
@@ -230,7 +217,8 @@ class OwnerProtocol:
         delivery = self.book.current(release.lease, release.session)
         if delivery is None:
             self.stale_calls["release"] += 1
-            if release.lease.lease_id in self._poison_leases:
+            if self._poison_leases.get(release.lease) == release.session:
+                del self._poison_leases[release.lease]
                 self.book.accounts[entry.group]["poison_late"] += 1
         else:
             self.book.release(delivery)
@@ -272,30 +260,25 @@ class OwnerProtocol:
             return entry
         self.stale_calls[call] += 1
         if self.sessions.has_ended(session):
-            self._refuse(identity, session, "ended_session", "say Hello with a fresh session")
+            self._refuse_ended(identity, session)
         else:
             self._refuse(identity, session, "unknown_session", "say Hello")
         return None
 
-    def _inherit(self, entry: Session) -> None:
+    def _inherit(self, entry: Session, held: SequenceSet) -> None:
         """Hand the rows of the worker's ended sessions to its new one (R8)."""
         ledger = self.ledgers[entry.group]
-        remaining = []
-        for limbo in self._limbo:
-            if limbo.worker_id == entry.worker_id and limbo.group == entry.group:
-                ledger.hand_over(limbo.session, entry.session, entry.consumed)
-            else:
-                remaining.append(limbo)
-        self._limbo = remaining
-        ledger.adopt(entry.session, entry.consumed)
+        for ended in self.sessions.inherit(entry):
+            ledger.hand_over(ended, entry.session, held)
+        ledger.welcome(entry.session, held)
         ledger.commit(entry.session, entry.committed)
 
     def _end_session(self, entry: Session, now: float, reason: str) -> None:
         for delivery in self.book.leases(entry.session):
             self._reclaim(delivery, reason, counts=True)
         self.sessions.end(entry.session)
-        deadline = now + self._table.resume_wait_seconds
-        self._limbo.append(_Limbo(deadline, entry.worker_id, entry.session, entry.group))
+        if self.ledgers[entry.group].holds_for(entry.session):
+            self.sessions.leave(entry, now + self._table.resume_wait_seconds)
 
     def _expire(self, delivery: Delivery) -> None:
         lease = delivery.lease
@@ -306,10 +289,10 @@ class OwnerProtocol:
 
     def _reclaim(self, delivery: Delivery, reason: str, *, counts: bool) -> None:
         self.reclaimed[reason] += 1
-        lease_id = delivery.ref.lease_id
+        ref = delivery.ref
         self.book.requeue(delivery, self._table.max_attempts, counts=counts)
         if delivery.state is DeliveryState.POISON:
-            self._poison_leases.add(lease_id)
+            self._poison_leases[ref] = delivery.avoid_session
             self.ledgers[delivery.group].drop(delivery.row.sequence)
 
     def _skip_late(self, name: str, published_before: float) -> None:
@@ -327,11 +310,11 @@ class OwnerProtocol:
                     break
                 delivery, entry = pair
                 self.book.lease(delivery, entry.session, now, now + self._table.lease_seconds)
-                self._send(entry, self._descriptor(delivery, entry.session))
+                self._send(entry, describe(delivery, self.ring_epoch))
 
     def _next_pair(self, name: str) -> tuple[Delivery, Session] | None:
         members = self.sessions.of_group(name)
-        load = {entry.session: len(self.book.leases(entry.session)) for entry in members}
+        load = {entry.session: self.book.num_leases(entry.session) for entry in members}
         open_members = [e for e in members if not e.owed and e.capacity > load[e.session]]
         open_members.sort(key=lambda entry: load[entry.session])
         for entry in open_members:
@@ -344,11 +327,21 @@ class OwnerProtocol:
     def _group_is_settled(self, name: str) -> bool:
         ended = self._last_sequence is not None
         busy = self.book.in_ring(name) or self.book.num_writing() or self.ledgers[name].num_awaited
-        limbo = any(limbo.group == name for limbo in self._limbo)
-        return ended and not busy and not limbo
+        return ended and not busy and not self.sessions.has_estate(name)
 
     def _group_is_drained(self, name: str) -> bool:
-        return self._group_is_settled(name) and not self.ledgers[name].num_open
+        return self._group_is_settled(name) and self.ledgers[name].is_clear()
+
+    def _welcome(self, session: int) -> Welcome:
+        return Welcome(
+            ring_epoch=self.ring_epoch,
+            session=session,
+            segment=self._segment,
+            row_schema=self._schema,
+            total_rows=self._total_rows,
+            heartbeat_seconds=self._table.heartbeat_seconds,
+            lease_seconds=self._table.lease_seconds,
+        )
 
     def _pulse(self, entry: Session, number: int) -> Pulse:
         return Pulse(
@@ -361,24 +354,16 @@ class OwnerProtocol:
             is_drained=self._group_is_drained(entry.group),
         )
 
-    def _descriptor(self, delivery: Delivery, session: int) -> Descriptor:
-        row = delivery.row
-        return Descriptor(
-            ring_epoch=self.ring_epoch,
-            session=session,
-            lease=delivery.ref,
-            sequence=row.sequence,
-            split=row.split,
-            attempt=delivery.attempts,
-            used_tokens=row.used_tokens,
-            num_bytes=row.num_bytes,
-            token_hash=row.token_hash,
-        )
+    def _refuse_ended(self, identity: bytes, session: int) -> None:
+        if self.sessions.is_replaced(session):
+            reason = "another process of this worker id has taken over"
+            self._refuse(identity, session, "replaced", reason)
+        else:
+            self._refuse(identity, session, "ended_session", "say Hello with a fresh session")
 
-    def _refuse(self, identity: bytes, session: int, kind: str, reason: str) -> None:
-        refused = Refused(ring_epoch=self.ring_epoch, session=session, kind=kind, reason=reason)  # type: ignore[arg-type]
+    def _refuse(self, identity: bytes, session: int, kind: RefusalKind, reason: str) -> None:
+        refused = Refused(ring_epoch=self.ring_epoch, session=session, kind=kind, reason=reason)
         self.outbox.append((identity, refused))
 
     def _send(self, entry: Session, record: Record) -> None:
         self.outbox.append((entry.identity, record))
-

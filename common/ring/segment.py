@@ -5,19 +5,29 @@ posix_fallocate, so that a full /dev/shm is an error here and not a SIGBUS later
 flock on it for life: a segment whose lock can be taken has no owner and is reclaimed at start-up.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
 import mmap
 import os
+import re
+import stat
+import threading
+import time
 from pathlib import Path
 from typing import Protocol
 
 from common.contracts.ring_messages import SegmentRef
 from common.errors import ConfigError, LayoutMismatchError, SegmentError
 
-SEGMENT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the place of POSIX shared memory
+SEGMENT_DIRECTORY = Path("/dev/shm")
 SEGMENT_PREFIX = "ringdraft-"
+# How long a dead ring's memory may take to come back: its readers drop it within a heartbeat.
+PATIENCE_SECONDS = 5.0
+_NAME = re.compile(rf"{SEGMENT_PREFIX}[A-Za-z0-9._-]{{1,40}}-[0-9]+-[0-9a-f]{{8}}-[0-9a-f]{{16}}")
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+_turnstile = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
@@ -26,6 +36,9 @@ class Segment(Protocol):
 
     ref: SegmentRef
     view: memoryview
+
+    def is_removed(self) -> bool:
+        """Whether the owner is gone, or is going, and nobody can attach any more."""
 
     def close(self) -> None:
         """Drop the mapping; an owner's close also removes the segment."""
@@ -37,40 +50,33 @@ class HostSegment:
     def __init__(self, ref: SegmentRef, descriptor: int, *, is_owner: bool) -> None:
         self.ref = ref
         self._path = SEGMENT_DIRECTORY / ref.name
-        self._descriptor = descriptor
         self._is_owner = is_owner
-        self._map = mmap.mmap(descriptor, ref.num_bytes)
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, ref.num_bytes)
+        self._descriptor = descriptor
         self.view = memoryview(self._map)
 
     @classmethod
     def create(cls, name: str, num_slots: int, slot_bytes: int) -> "HostSegment":
         """Make and lock a segment; raise `ConfigError` where it does not fit."""
         num_bytes = num_slots * slot_bytes
+        if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
+            raise ConfigError(_too_small(num_slots, slot_bytes))
         path = SEGMENT_DIRECTORY / name
+        descriptor = _create_locked(path)
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"segment {path} exists already: an older run's or another run's; stop that run, "
-                f"or remove the file if no process of it is left"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
+            _allocate(descriptor, num_slots, slot_bytes)
+            ref = SegmentRef(backing="host", name=name, num_bytes=num_bytes, num_slots=num_slots,
+                             owner_pid=os.getpid())  # fmt: skip
+            return cls(ref, descriptor, is_owner=True)
+        except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
-            if error.errno != errno.ENOSPC:
-                raise
-            raise ConfigError(_too_small(num_slots, slot_bytes)) from error
-        ref = SegmentRef(backing="host", name=name, num_bytes=num_bytes, num_slots=num_slots,
-                         owner_pid=os.getpid())  # fmt: skip
-        return cls(ref, descriptor, is_owner=True)
+            raise
 
     @classmethod
     def attach(cls, ref: SegmentRef) -> "HostSegment":
         """Map an owner's segment; its name and size come from the wire and are checked."""
-        if "/" in ref.name or not ref.name.startswith(SEGMENT_PREFIX):
+        if _NAME.fullmatch(ref.name) is None:
             raise LayoutMismatchError(f"segment name {ref.name!r} is not a ring's; message refused")
         path = SEGMENT_DIRECTORY / ref.name
         try:
@@ -80,21 +86,34 @@ class HostSegment:
                 f"segment {path}: {error.strerror}; worker and target server must share /dev/shm "
                 f"(containers: ipc of one service)"
             ) from error
-        size = os.fstat(descriptor).st_size
-        if size != ref.num_bytes:
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != ref.num_bytes or size == 0:
+                raise LayoutMismatchError(
+                    f"segment {path}: got {size} bytes, expected {ref.num_bytes}"
+                )
+            return cls(ref, descriptor, is_owner=False)
+        except BaseException:
             os.close(descriptor)
-            raise LayoutMismatchError(f"segment {path}: got {size} bytes, expected {ref.num_bytes}")
-        return cls(ref, descriptor, is_owner=False)
+            raise
+
+    def is_removed(self) -> bool:
+        """Whether the file is gone from /dev/shm: its owner closed it, or it was reclaimed."""
+        return os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Unmap; the owner removes the file first, so no newcomer attaches to a dying ring."""
+        """Unmap; the owner removes the file first, so no newcomer attaches to a dying ring.
+
+        Memory that is still viewed stays mapped until the last view of it is gone.
+        """
+        if self._map is None:
+            return
         if self._is_owner:
             self._path.unlink(missing_ok=True)
-        self.view.release()
-        try:
+        with contextlib.suppress(BufferError):
+            self.view.release()
             self._map.close()
-        except BufferError:  # a tensor still looks at it; the mapping ends with the process
-            _log.debug("segment %s is still viewed at close", self.ref.name)
+        self._map, self.view = None, memoryview(b"")
         os.close(self._descriptor)
 
 
@@ -127,6 +146,10 @@ class MemorySegment:
             raise SegmentError(f"memory segment {ref.name!r} is not of this process")
         return cls(ref, owner.view)
 
+    def is_removed(self) -> bool:
+        """Whether the owner has closed it."""
+        return self.ref.name not in self._named
+
     def close(self) -> None:
         """Forget the name if it is the owner's."""
         if self._named.get(self.ref.name) is self:
@@ -143,25 +166,34 @@ def attach(ref: SegmentRef) -> Segment:
     """Map the segment a Welcome names."""
     backing = BACKINGS.get(ref.backing)
     if backing is None:
-        raise LayoutMismatchError(f"segment {ref.name!r}: backing {ref.backing!r} is not known here")
+        raise LayoutMismatchError(
+            f"segment {ref.name!r}: backing {ref.backing!r} is not known here"
+        )
     return backing.attach(ref)
 
 
 def reclaim_dead_segments() -> int:
-    """Remove ring segments whose owner is dead; return the bytes that came back."""
+    """Remove ring segments whose owner is dead; return the bytes that came back.
+
+    What merely begins like a ring's name, and what a live owner has locked, is left alone.
+    """
     reclaimed = 0
     for path in sorted(SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}*")):
+        if _NAME.fullmatch(path.name) is None:
+            continue
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             _log.warning("segment %s is left alone: %s", path, error.strerror)
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            num_bytes = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink == 0:
+                continue
             path.unlink(missing_ok=True)
-            reclaimed += num_bytes
-            _log.warning("reclaimed segment %s of a dead owner: %d bytes", path, num_bytes)
+            reclaimed += status.st_size
+            _log.warning("reclaimed segment %s of a dead owner: %d bytes", path, status.st_size)
         except BlockingIOError:
             continue
         finally:
@@ -169,11 +201,60 @@ def reclaim_dead_segments() -> int:
     return reclaimed
 
 
+def fence() -> None:
+    """Order this thread's loads and stores before the call against those after it (R1).
+
+    A lock's atomics are the only fence Python has: on x86 one is a full barrier, on Arm an unlock
+    followed by a lock is.
+    """
+    for _ in range(2):
+        with _turnstile:
+            pass
+
+
+def _create_locked(path: Path) -> int:
+    """Return the descriptor of a file that this process made and locked."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"segment {path} exists already: an older run's or another run's; stop that run, "
+                f"or remove the file if no process of it is left"
+            ) from error
+        # Between its creation and its lock the file looks dead to another run that starts up.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink > 0:
+            return descriptor
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, num_slots: int, slot_bytes: int) -> None:
+    """Reserve every page; wait a moment for what the readers of a dead ring still map."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            os.posix_fallocate(descriptor, 0, num_slots * slot_bytes)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            if time.monotonic() >= deadline:
+                raise ConfigError(_too_small(num_slots, slot_bytes)) from error
+            time.sleep(0.1)  # noqa: TID251 - nobody can tell when a mapping of another process ends
+        else:
+            return
+
+
+def _capacity_bytes() -> int:
+    status = os.statvfs(SEGMENT_DIRECTORY)
+    return status.f_blocks * status.f_frsize
+
+
 def _too_small(num_slots: int, slot_bytes: int) -> str:
     free = os.statvfs(SEGMENT_DIRECTORY)
     return (
         f"{SEGMENT_DIRECTORY} is too small: {num_slots} slots of {slot_bytes} bytes need "
-        f"{num_slots * slot_bytes} bytes, got {free.f_bavail * free.f_frsize} free; lower "
-        f"ring.num_slots or data.row_tokens, or give it more (containers: shm_size of the service "
-        f"that owns the IPC namespace)"
+        f"{num_slots * slot_bytes} bytes, got {free.f_bavail * free.f_frsize} free of "
+        f"{_capacity_bytes()}; lower ring.num_slots or data.row_tokens, or give it more "
+        f"(containers: shm_size of the service that owns the IPC namespace)"
     )

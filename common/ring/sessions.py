@@ -32,12 +32,23 @@ class Session:
         return True
 
 
+@dataclass
+class Estate:
+    """An ended session whose rows wait for its worker's next session (R8)."""
+
+    session: int
+    worker_id: str
+    group: str
+    deadline: float
+
+
 class SessionTable:
-    """Live sessions by number, and the numbers of ended ones."""
+    """Live sessions by number, the worker ids of ended ones, and what those left behind."""
 
     def __init__(self) -> None:
         self._live: dict[int, Session] = {}
-        self._ended: set[int] = set()
+        self._ended: dict[int, str] = {}
+        self._estates: list[Estate] = []
 
     def get(self, session: int) -> Session | None:
         """Return a live session."""
@@ -47,26 +58,57 @@ class SessionTable:
         """Whether the number belonged to a session that is over."""
         return session in self._ended
 
+    def is_replaced(self, session: int) -> bool:
+        """Whether a session is over and its worker id speaks through another one by now."""
+        worker_id = self._ended.get(session)
+        return worker_id is not None and self.of_worker(worker_id) is not None
+
     def add(self, entry: Session) -> None:
         """Begin a session."""
         self._live[entry.session] = entry
 
-    def end(self, session: int) -> Session | None:
-        """End a session and remember its number."""
-        self._ended.add(session)
-        return self._live.pop(session, None)
+    def end(self, session: int) -> None:
+        """End a live session and remember whose it was."""
+        self._ended[session] = self._live.pop(session).worker_id
 
     def of_worker(self, worker_id: str) -> Session | None:
         """Return the live session of a worker."""
         return next((entry for entry in self._live.values() if entry.worker_id == worker_id), None)
 
     def of_group(self, group: str) -> list[Session]:
-        """Return the live sessions of a group, the one seen longest ago first."""
+        """Return the live sessions of a group."""
         return [entry for entry in self._live.values() if entry.group == group]
 
     def silent_since(self, moment: float) -> list[Session]:
         """Return live sessions not heard of since `moment`."""
         return [entry for entry in self._live.values() if entry.last_seen < moment]
+
+    def leave(self, entry: Session, deadline: float) -> None:
+        """Keep an ended session's rows for its worker until the deadline."""
+        self._estates.append(Estate(entry.session, entry.worker_id, entry.group, deadline))
+
+    def inherit(self, heir: Session) -> list[int]:
+        """Return the ended sessions of the same worker and group, which wait no longer."""
+        mine = [e for e in self._estates if (e.worker_id, e.group) == (heir.worker_id, heir.group)]
+        self._estates = [estate for estate in self._estates if estate not in mine]
+        return [estate.session for estate in mine]
+
+    def overdue(self, now: float) -> list[Estate]:
+        """Return what nobody came for, and keep it no longer."""
+        late = [estate for estate in self._estates if estate.deadline <= now]
+        self._estates = [estate for estate in self._estates if estate.deadline > now]
+        return late
+
+    def has_estate(self, group: str) -> bool:
+        """Whether rows of the group wait for a worker's next session."""
+        return any(estate.group == group for estate in self._estates)
+
+    def postpone(self, seconds: float) -> None:
+        """Move every session's last sign of life and every deadline."""
+        for entry in self._live.values():
+            entry.last_seen += seconds
+        for estate in self._estates:
+            estate.deadline += seconds
 
     def __len__(self) -> int:
         return len(self._live)

@@ -53,7 +53,9 @@ def next_slot_state(slot: int, state: SlotState, event: str) -> SlotState:
     try:
         return SLOT_TRANSITIONS[state, event]
     except KeyError:
-        raise SlotStateError(f"slot {slot}: {event!r} is not allowed in state {state.value!r}") from None
+        raise SlotStateError(
+            f"slot {slot}: {event!r} is not allowed in state {state.value!r}"
+        ) from None
 
 
 def next_delivery_state(slot: int, group: str, state: DeliveryState, event: str) -> DeliveryState:
