@@ -1,11 +1,29 @@
-"""Small rings for tests."""
+"""Small rings for tests: schemas, rows, an owner protocol whose clock the test turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from common.config.shared import GroupTable, RingTable
+from common.contracts.record import Record
+from common.contracts.ring_messages import (
+    Bye,
+    Descriptor,
+    Heartbeat,
+    Hello,
+    LeaseRef,
+    Nack,
+    Release,
+    SegmentRef,
+)
 from common.contracts.rows import DocumentSpan, RowSchema
+from common.contracts.sequences import SequenceSet
+from common.ring.book import PublishedRow
 from common.ring.owner import RingOwner
+from common.ring.protocol import OwnerProtocol
+
+EPOCH = 0xE70C
+RecordT = TypeVar("RecordT", bound=Record)
 
 
 def make_schema(**changes: object) -> RowSchema:
@@ -44,7 +62,7 @@ def make_groups(*names: str, **changes: object) -> dict[str, GroupTable]:
 
 
 def pattern(sequence: int) -> bytes:
-    """Return the bytes that fill a field of row `sequence`."""
+    """Return the byte that fills a field of row `sequence`."""
     return bytes([(sequence * 37 + 11) % 251])
 
 
@@ -66,3 +84,126 @@ Owners = Callable[..., RingOwner]
 def endpoint_in(directory: Path) -> Path:
     """Return a socket path short enough for the kernel."""
     return directory / "target-0.sock"
+
+
+def row(sequence: int) -> PublishedRow:
+    """Return what a descriptor says of a row."""
+    return PublishedRow(sequence, "train", 100, 4096, 7)
+
+
+def sequences(*members: int, low: int = 0) -> SequenceSet:
+    """Return a set of sequences."""
+    return SequenceSet.of(members, low=low)
+
+
+def first_numbers() -> Iterator[int]:
+    """Count messages."""
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+class Worker:
+    """One session as an owner hears it: says what the test tells it to, numbers its messages."""
+
+    def __init__(self, bench: "Bench", worker_id: str, session: int, group: str) -> None:
+        self.bench, self.worker_id, self.session, self.group = bench, worker_id, session, group
+        self.identity = f"{worker_id}/{session:016x}".encode()
+        self._numbers = first_numbers()
+
+    def say(self, kind: type[Record], **fields: Any) -> None:
+        """Send a record made of this session's values and of `fields`."""
+        defaults = {
+            "ring_epoch": EPOCH, "session": self.session, "capacity": 2, "held": (), "pid": 1,
+            "worker_id": self.worker_id, "group": self.group, "consumed": SequenceSet(),
+            "committed": SequenceSet(), "staged": SequenceSet(), "reason": "corrupt",
+            **fields,
+        }  # fmt: skip
+        if "number" in kind.model_fields and "number" not in defaults:
+            defaults["number"] = next(self._numbers)
+        named = {name: defaults[name] for name in kind.model_fields}
+        identity = fields.get("identity", self.identity)
+        self.bench.owner.receive(identity, kind(**named), self.bench.now)
+
+    def hello(self, **fields: Any) -> "Worker":
+        self.say(Hello, **fields)
+        return self
+
+    def beat(self, *held: LeaseRef, **fields: Any) -> None:
+        self.say(Heartbeat, held=held, **fields)
+
+    def release(self, lease: LeaseRef, **fields: Any) -> None:
+        self.say(Release, lease=lease, **fields)
+
+    def nack(self, lease: LeaseRef, **fields: Any) -> None:
+        self.say(Nack, lease=lease, **fields)
+
+    def bye(self, **fields: Any) -> None:
+        self.say(Bye, **fields)
+
+    def told(self, kind: type[RecordT]) -> list[RecordT]:
+        """Take what the owner has sent to this session since the last call, of one kind."""
+        mine = [r for i, r in self.bench.owner.outbox if i == self.identity and type(r) is kind]
+        self.bench.owner.outbox = [
+            (i, r) for i, r in self.bench.owner.outbox if i != self.identity or type(r) is not kind
+        ]
+        return mine
+
+    def leases(self) -> list[LeaseRef]:
+        """Take the leases that were granted or sent again since the last call."""
+        return [told.lease for told in self.told(Descriptor)]
+
+
+class Bench:
+    """An owner's protocol without sockets or memory, and a clock that the test turns."""
+
+    def __init__(
+        self,
+        num_slots: int = 4,
+        groups: dict[str, GroupTable] | None = None,
+        settled: dict[str, SequenceSet] | None = None,
+        **table: object,
+    ) -> None:
+        segment = SegmentRef(backing="memory", name="s", num_bytes=0, num_slots=num_slots,
+                             owner_pid=1)  # fmt: skip
+        self.now = 1000.0
+        self.table = make_table(num_slots=num_slots, **table)
+        self.owner = OwnerProtocol(
+            EPOCH, segment, make_schema(), table=self.table, groups=groups or make_groups(),
+            settled=settled,
+        )  # fmt: skip
+        self._next_session = 100
+
+    def worker(self, worker_id: str = "w", group: str = "main", **fields: Any) -> Worker:
+        """Begin a session of a worker."""
+        self._next_session += 1
+        return Worker(self, worker_id, self._next_session, group).hello(**fields)
+
+    def publish(self, *numbers: int) -> None:
+        """Publish rows."""
+        for sequence in numbers:
+            slot = self.owner.book.loan()
+            assert slot is not None, "the ring is full"
+            self.owner.publish(slot, row(sequence), self.now)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, in ticks."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.1)
+            self.owner.tick(self.now)
+
+    def accounts(self, group: str = "main") -> dict[str, int]:
+        """Return a group's accounts, checked for their identity (R6)."""
+        counts = self.owner.book.accounts[group]
+        ended = counts["released"] + counts["poison"] + counts["skipped"]
+        assert counts["published"] == ended + self.owner.book.in_ring(group)
+        return counts
+
+    def recaptures(self) -> list[int]:
+        """Take every sequence that is to be captured again."""
+        taken = []
+        while (sequence := self.owner.next_recapture()) is not None:
+            taken.append(sequence)
+        return taken
