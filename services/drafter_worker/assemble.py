@@ -10,7 +10,7 @@ from common.contracts.control_messages import Phase
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.telemetry.metrics import MetricsLog
-from common.tensors import RowBuffers
+from common.tensors import RowBuffers, pin, unpin
 from services.drafter_worker.build import (
     build_stepper,
     build_trainee,
@@ -52,6 +52,9 @@ def open_worker(
     )
     enter("waiting")
     schema = check_schema(consumer, config, trainee)
+    if run.device == "cuda" and consumer.memory is not None:
+        pin(consumer.memory)
+        stack.callback(unpin, consumer.memory)
     enter("compiling")
     stepper = build_stepper(config, trainee, schema)
     device = torch.device(run.device)

@@ -113,14 +113,12 @@ class RowFeed:
             self._free.put(buffers)
 
     def _copy(self, lease: Lease, buffers: RowBuffers) -> bool:
-        if self._stream is None:
+        """Copy a slot and say whether the copy is whole."""
+        with torch.cuda.stream(self._stream):  # no stream: a no-op on the CPU
             buffers.copy_from_slot(self._layout, lease.field)
-        else:
-            with torch.cuda.stream(self._stream):
-                buffers.copy_from_slot(self._layout, lease.field)
-            self._stream.synchronize()
+            # Waits for the copies above; the hash is of the copy, not of the slot.
+            token_ids = buffers.token_ids.cpu().numpy()
         # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
-        token_ids = buffers.token_ids.cpu().numpy()
         return lease.is_intact(memoryview(token_ids).cast("B"))
 
     def _check_target(self) -> None:

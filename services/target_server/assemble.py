@@ -18,6 +18,7 @@ from common.ring.segment import reclaim_dead_segments
 from common.target.chat import template_fingerprint
 from common.target.features import FeatureTap
 from common.target.loading import (
+    TargetDescription,
     describe_target,
     load_target,
     load_tokenizer,
@@ -61,17 +62,7 @@ def open_server(
     checks = check_target(model, tap, first)
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
-    schema = RowSchema(
-        row_tokens=config.data.row_tokens,
-        max_documents=config.data.max_documents,
-        hidden_size=description.hidden_size,
-        target_layer_ids=layer_ids,
-        aux_dtype="bfloat16",
-        has_last_hidden_states=False,
-        target_fingerprint=description.fingerprint,
-        template_fingerprint=template_fingerprint(tokenizer, kwargs),
-        feature_engine=f"transformers {version('transformers')} sdpa {config.target.dtype}",
-    )
+    schema = make_schema(config, description, layer_ids, template_fingerprint(tokenizer, kwargs))
     reclaim_dead_segments()
     ring = stack.enter_context(
         RingOwner(
@@ -97,6 +88,26 @@ def open_server(
         skipped_samples=lambda: dict(conversations.skipped.counts),
         summary=run.directory / "target-0.summary.json",
         stop=stop,
+    )
+
+
+def make_schema(
+    config: TargetServerConfig,
+    target: TargetDescription,
+    layer_ids: tuple[int, ...],
+    template: str,
+) -> RowSchema:
+    """Return what both sides of the ring must agree on."""
+    return RowSchema(
+        row_tokens=config.data.row_tokens,
+        max_documents=config.data.max_documents,
+        hidden_size=target.hidden_size,
+        target_layer_ids=layer_ids,
+        aux_dtype="bfloat16",
+        has_last_hidden_states=False,
+        target_fingerprint=target.fingerprint,
+        template_fingerprint=template,
+        feature_engine=f"transformers {version('transformers')} sdpa {config.target.dtype}",
     )
 
 

@@ -61,16 +61,19 @@ def select_anchors(
 
 def _position_keys(num_tokens: int, draw: Tensor, device: torch.device) -> Tensor:
     """Return [T] int64 unique keys: 32 hash bits, then the position."""
+    state = torch.zeros((), dtype=torch.int64, device=device)
+    for part in (draw[0], draw[1], draw[2]):
+        state = _mix(state * 31 + part)
     positions = torch.arange(num_tokens, dtype=torch.int64, device=device)
-    state = torch.zeros_like(positions)
-    for part in (draw[0], draw[1], draw[2], positions):
-        state = _mix((state + part * 0x9E3779B9 + 0x7F4A7C15) & _U32)
+    # Exclusive or with loaded values first: Inductor keeps products of a bare arange in 32 bits.
+    state = _mix(_mix(state ^ positions))
     return (state << _POSITION_BITS) | positions
 
 
 def _mix(state: Tensor) -> Tensor:
     """Spread 32 bits (the finaliser constants of MurmurHash3); int64 products wrap, and the low
     32 bits of a wrapped product are right."""
+    state = (state + 0x7F4A7C15) & _U32
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _U32
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _U32
     return state ^ (state >> 16)

@@ -1,0 +1,102 @@
+"""Small whole runs for tests: a tiny random target, its data, one config file."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.targets import make_tiny_target
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "the",
+    "other",
+    "dog",
+]
+CONFIG = """
+[run]
+name = "tiny"
+directory = "{directory}/run"
+num_threads = 1
+[target]
+model = "{directory}/target"
+dtype = "float32"
+num_aux_layers = 2
+[data]
+path = "{directory}/train.jsonl"
+row_tokens = 128
+[ring]
+heartbeat_seconds = 0.1
+session_timeout_seconds = 2.0
+resume_wait_seconds = 0.2
+[drafter]
+num_layers = 1
+block_size = 4
+num_anchors = 16
+loss_chunk_rows = 64
+[optimizer]
+learning_rate = 1e-2
+[training]
+log_steps = 2
+checkpoint_steps = 10
+[control_plane]
+port = 0
+[evaluation]
+prompts = "{directory}/held_out.jsonl"
+max_prompts = 3
+max_new_tokens = 12
+"""
+
+
+def make_run(directory: Path, num_conversations: int = 120) -> Path:
+    """Write target, data and config into `directory`; return the config file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    make_tiny_target(directory / "target")
+    chooser = random.Random(0)
+    with (directory / "train.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(num_conversations):
+            start = chooser.randrange(4)
+            answer = " ".join(WORDS[start : start + 9])
+            messages = [
+                {"role": "user", "content": WORDS[start]},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    with (directory / "held_out.jsonl").open("w", encoding="utf-8") as file:
+        for word in WORDS[:3]:
+            file.write(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n")
+    config = directory / "run.toml"
+    config.write_text(CONFIG.format(directory=directory), encoding="utf-8")
+    return config
+
+
+def start(*arguments: str | Path, log: Path | None = None) -> subprocess.Popen:
+    """Start `python -m ...`, one thread, output to a file or to pipes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    if log is None:
+        return subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, text=True, stdout=file, stderr=file)
+
+
+def run_to_end(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """Run `python -m ...` to its end."""
+    process = start(*arguments)
+    stdout, stderr = process.communicate(timeout=110)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
