@@ -131,7 +131,8 @@ def test_anchors_spread_evenly_over_visits() -> None:
     assert len(counts) == 100
     assert counts.sum() == 4000
     # 40 +- 6 expected; five deviations either way for the largest and smallest of 100.
-    assert counts.min() > 10 and counts.max() < 70
+    assert counts.min() > 10
+    assert counts.max() < 70
 
 
 def test_anchors_do_not_depend_on_padding() -> None:

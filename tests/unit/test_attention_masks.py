@@ -84,7 +84,8 @@ def test_slots_see_no_feature_at_or_past_their_anchor_and_no_other_document() ->
         rows = seen[index * 6 : index * 6 + 6]
         start, anchor = block or (0, 0)
         assert rows[:, start:anchor].all()
-        assert not rows[:, anchor:].any() and not rows[:, :start].any()
+        assert not rows[:, anchor:].any()
+        assert not rows[:, :start].any()
 
 
 def test_window_of_a_published_drafter_reaches_back_w_minus_one_from_the_slot() -> None:
@@ -155,9 +156,7 @@ def test_block_tables_list_the_tiles_of_the_dense_mask(
     if kind == "full":
         assert torch.equal(partial | full, some)
         assert torch.equal(full, whole)
-    assert torch.equal(
-        listed(tables.q_num_blocks, tables.q_indices, num_query_tiles), partial.T
-    )
+    assert torch.equal(listed(tables.q_num_blocks, tables.q_indices, num_query_tiles), partial.T)
     assert torch.equal(
         listed(tables.full_q_num_blocks, tables.full_q_indices, num_query_tiles), full.T
     )

@@ -152,7 +152,7 @@ def test_figures_are_pooled_over_passes() -> None:
 def test_other_text_ends_the_run_with_prompt_and_position() -> None:
     records = [record([1]), record([1], difference(is_tie=False))]
     assert summarise(Path("c"), 0, records).num_mismatches == 1
-    with pytest.raises(CaptureMismatchError, match="'p'.*token 2 at position 7"):
+    with pytest.raises(CaptureMismatchError, match=r"'p'.*token 2 at position 7"):
         check_same_text(Path("c"), records)
 
 
