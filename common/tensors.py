@@ -50,9 +50,13 @@ class RowBuffers:
         """Allocate buffers for rows of a schema; features in `dtype`."""
         tokens = schema.row_tokens
         width = len(schema.target_layer_ids) * schema.hidden_size
-        ids = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)]
-        loss_mask = torch.zeros(tokens, dtype=torch.uint8, device=device)
-        return cls(*ids, loss_mask, torch.zeros(tokens, width, dtype=dtype, device=device))
+        return cls(
+            token_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
+            document_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
+            position_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
+            loss_mask=torch.zeros(tokens, dtype=torch.uint8, device=device),
+            aux_hidden_states=torch.zeros(tokens, width, dtype=dtype, device=device),
+        )
 
     def copy_from_slot(self, layout: SlotLayout, field_bytes: FieldBytes) -> None:
         """Copy a leased slot in; asynchronous on CUDA where the segment is pinned."""

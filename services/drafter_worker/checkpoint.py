@@ -4,8 +4,7 @@
                                                run.json                            (where it is from)
                                                trainer/state.json  trainer/optimizer.safetensors
 
-Written under a temporary name, fsynced, renamed. Until workers sync, each owns the lowest index of
-its group that nobody holds, by a lock that ends with the process.
+Written under a temporary name, fsynced, renamed.
 """
 
 import errno
@@ -18,22 +17,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import CheckpointError, ConfigError
-from common.lifecycle import FileLock
+from common.errors import CheckpointError
 
 _STEP_PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
-
-
-def claim_index(group_directory: Path, holder: str) -> tuple[int, FileLock]:
-    """Take the lowest index of a group that no live worker holds."""
-    index = 0
-    while True:
-        lock = FileLock(group_directory / str(index) / "owner.lock", holder)
-        try:
-            return index, lock.acquire("it belongs to another worker")
-        except ConfigError:
-            index += 1
 
 
 class CheckpointStore:

@@ -72,7 +72,7 @@ class MasterAdamW:
         is_bad = (weight_sum <= 0) | ~torch.isfinite(norm)
         torch._foreach_mul_(self.gradients, scale * clip)
         # The fused kernel leaves weights, moments and step counts alone where this is 1.
-        self._optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        self._optimizer.found_inf = is_bad.float()
         self._optimizer.step()
         self.gradient_norm.copy_(norm)
         self.num_skipped += is_bad

@@ -5,10 +5,10 @@ import sys
 import threading
 
 from common.config.command_line import parse
-from common.contracts.control_messages import Command
 from common.lifecycle import run_service
 from common.telemetry import logs
-from common.telemetry.control_link import ControlLink, Identity, ServiceState
+from common.telemetry.control_link import ControlLink, Identity
+from common.telemetry.late import LateService
 from services.target_server.config import TargetServerConfig
 
 
@@ -20,39 +20,21 @@ def main(stop: threading.Event) -> None:
     run = config.run
     logs.configure("target_server", "target-0", run.name, run.log_level)
     with contextlib.ExitStack() as stack:
-        current = _Current(stop)
+        late = LateService()
         link = ControlLink(
             Identity("target_server", "target-0", run.name),
             run.directory / "control.sock",
             interval_seconds=config.control_plane.heartbeat_seconds,
-            describe=current.describe,
-            on_command=current.obey,
+            describe=late.describe,
+            on_command=late.obey,
         )
         stack.enter_context(link)
         # Heavy imports come after the config is known to be good.
         from services.target_server.assemble import open_server
 
         server = open_server(config, stop, stack)
-        current.server = server
-        stack.callback(link.report_soon)
+        late.bind(server)
         server.run()
-
-
-class _Current:
-    """The server once it exists, and its loading phase until then."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self.server = None
-        self._stop = stop
-
-    def describe(self) -> ServiceState:
-        return self.server.describe() if self.server else ServiceState("loading")
-
-    def obey(self, command: Command) -> None:
-        if self.server:
-            self.server.obey(command)
-        elif command.name == "stop":
-            self._stop.set()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Initial weights: random, or the target's own last layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ def random_init(drafter: DFlashDrafter, seed: int) -> None:
 
 def init_from_target(
     drafter: DFlashDrafter,
-    layers: list[Mapping[str, Tensor]],
+    layers: Sequence[Mapping[str, Tensor]],
     final_norm: Tensor,
 ) -> None:
     """Start the draft layers from target layers, `norm` from its final norm, `fc` from one feature.

@@ -89,7 +89,7 @@ def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
 def _scale_gradient(
     ctx: torch.autograd.function.FunctionCtx, on_total: Tensor, *_others: Tensor | None
 ) -> tuple[Tensor, None, None, None, None]:
-    (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    (gradient,) = ctx.saved_tensors
     return gradient * on_total.to(gradient.dtype), None, None, None, None
 
 
