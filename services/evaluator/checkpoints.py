@@ -1,6 +1,6 @@
 """Finds the checkpoints to evaluate and refuses those of another target.
 
-    <run_dir>/checkpoints/<group>/<index>/step-<number>/    one series a (group, index)
+<run_dir>/checkpoints/<group>/<index>/step-<number>/    one series a (group, index)
 """
 
 import json

@@ -77,11 +77,12 @@ class ReplayWalker:
 
 
 def _prefix_lengths(drafts: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
-    """Return [n] how many drafts [n, S-1] equal the text behind their anchor, up to its end."""
+    """Return [n] how many drafts [n, S-1] equal the text behind their anchor.
+
+    Past the end of the text it may be any number: the walk ends there.
+    """
     offsets = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
-    where = anchors[:, None] + offsets
-    labels = token_ids[where.clamp_max(len(token_ids) - 1)]
-    labels = torch.where(where < len(token_ids), labels, _NO_TOKEN)
+    labels = token_ids[(anchors[:, None] + offsets).clamp_max(len(token_ids) - 1)]
     return (drafts == labels).to(torch.int64).cumprod(-1).sum(-1)
 
 
