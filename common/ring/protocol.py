@@ -310,13 +310,14 @@ class OwnerProtocol:
                     break
                 delivery, entry = pair
                 self.book.lease(delivery, entry.session, now, now + self._table.lease_seconds)
+                entry.last_lease_id = delivery.ref.lease_id
                 self._send(entry, describe(delivery, self.ring_epoch))
 
     def _next_pair(self, name: str) -> tuple[Delivery, Session] | None:
         members = self.sessions.of_group(name)
         load = {entry.session: self.book.num_leases(entry.session) for entry in members}
         open_members = [e for e in members if not e.owed and e.capacity > load[e.session]]
-        open_members.sort(key=lambda entry: load[entry.session])
+        open_members.sort(key=lambda entry: (load[entry.session], entry.last_lease_id))
         for entry in open_members:
             has_others = len(open_members) > 1
             delivery = self.book.next_ready(name, entry.session, has_others=has_others)

@@ -21,6 +21,8 @@ class Session:
     last_seen: float
     consumed: SequenceSet
     committed: SequenceSet
+    last_lease_id: int = 0
+    """The newest lease it was granted: of equals, who has waited longest comes first."""
     owed: set[int] = field(default_factory=set)
     """Lease ids that expired unanswered; the session gets no lease while it owes one (R5)."""
 

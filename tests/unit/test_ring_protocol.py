@@ -164,6 +164,19 @@ def test_rows_go_to_the_least_loaded_session() -> None:
     assert (len(one.leases()), len(two.leases())) == (2, 2)
 
 
+def test_idle_sessions_take_turns() -> None:
+    bench = Bench()
+    workers = [bench.worker(name) for name in ("one", "two", "three")]
+    taken = {worker.worker_id: 0 for worker in workers}
+    for sequence in range(9):
+        bench.publish(sequence)
+        for worker in workers:
+            for lease in worker.leases():
+                taken[worker.worker_id] += 1
+                worker.release(lease)
+    assert taken == {"one": 3, "two": 3, "three": 3}
+
+
 # -- R5: hung workers ------------------------------------------------------------------------------
 
 
