@@ -1,6 +1,9 @@
-"""Small rings for tests: schemas, rows, an owner protocol whose clock the test turns."""
+"""Small rings for tests: rows, readers that a test leads, an owner whose clock the test turns."""
 
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,16 +16,22 @@ from common.contracts.ring_messages import (
     Hello,
     LeaseRef,
     Nack,
+    NackReason,
     Release,
     SegmentRef,
 )
 from common.contracts.rows import DocumentSpan, RowSchema
 from common.contracts.sequences import SequenceSet
 from common.ring.book import PublishedRow
+from common.ring.consumer import RingConsumer
+from common.ring.layout import PAGE_BYTES, unpack_documents
+from common.ring.lease import Lease
 from common.ring.owner import RingOwner
 from common.ring.protocol import OwnerProtocol
+from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
 
 EPOCH = 0xE70C
+WATCHDOG_SECONDS = 60.0
 RecordT = TypeVar("RecordT", bound=Record)
 
 
@@ -78,12 +87,130 @@ def publish(owner: RingOwner, sequence: int, timeout: float = 10.0) -> None:
         writable.publish(sequence=sequence, split="train", used_tokens=100, documents=documents)
 
 
-Owners = Callable[..., RingOwner]
-
-
 def endpoint_in(directory: Path) -> Path:
     """Return a socket path short enough for the kernel."""
     return directory / "target-0.sock"
+
+
+def segments_of(run: str) -> list[str]:
+    """Return the names of a run's segments in /dev/shm."""
+    return sorted(path.name for path in SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}{run}-*"))
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout: float = WATCHDOG_SECONDS) -> None:
+    """Wait for something that must come to be; the watchdog is far beyond what it takes."""
+    deadline = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.005)
+
+
+class Reader:
+    """A consumer that a test leads by the hand: each step of a worker is a call."""
+
+    def __init__(self, endpoint: Path, worker_id: str, group: str = "main", capacity: int = 2,
+                 consumed: SequenceSet | None = None) -> None:  # fmt: skip
+        self._consumer = RingConsumer(
+            endpoint=endpoint,
+            worker_id=worker_id,
+            group=group,
+            capacity=capacity,
+            consumed=consumed,
+        )
+        self._leases: dict[int, Lease] = {}
+
+    def take(self, timeout: float = WATCHDOG_SECONDS) -> int | None:
+        """Acquire a lease and return its sequence."""
+        lease = self._consumer.acquire(timeout)
+        if lease is None:
+            return None
+        self._leases[lease.descriptor.sequence] = lease
+        return lease.descriptor.sequence
+
+    def descriptor(self, sequence: int) -> Descriptor:
+        return self._leases[sequence].descriptor
+
+    def documents(self, sequence: int) -> tuple[DocumentSpan, ...]:
+        lease = self._leases[sequence]
+        return unpack_documents(lease.field("documents"), lease.header().num_documents)
+
+    def copy(self, sequence: int, name: str = "token_ids") -> bytes:
+        return bytes(self._leases[sequence].field(name))
+
+    def is_intact(self, sequence: int, token_ids: bytes) -> bool:
+        return self._leases[sequence].is_intact(token_ids)
+
+    def is_payload_intact(self, sequence: int) -> bool:
+        lease = self._leases[sequence]
+        return lease.is_payload_intact(bytes(lease.view[PAGE_BYTES:]))
+
+    def release(self, sequence: int) -> None:
+        self._leases[sequence].release()
+
+    def nack(self, sequence: int, reason: NackReason = "corrupt") -> None:
+        self._leases[sequence].nack(reason)
+
+    def train(self, sequence: int) -> None:
+        """Use a released row in a step, and free its buffer."""
+        self._consumer.mark_consumed({sequence})
+        self._consumer.return_buffer()
+
+    def commit(self) -> None:
+        self._consumer.mark_committed()
+
+    def state(self) -> tuple[bool, bool, SequenceSet]:
+        """Return whether the stream is settled, whether it is drained, and what is consumed."""
+        return self._consumer.is_settled, self._consumer.is_drained, self._consumer.consumed
+
+    def next_row(self, timeout: float = WATCHDOG_SECONDS) -> int | None:
+        """Go all the way with one row, if one comes: copy, check, release, train."""
+        sequence = self.take(timeout)
+        if sequence is None:
+            return None
+        tokens, features = self.copy(sequence), self.copy(sequence, "aux_hidden_states")
+        assert self.is_intact(sequence, tokens)
+        assert set(tokens) == set(features) == set(pattern(sequence))
+        self.release(sequence)
+        self.train(sequence)
+        return sequence
+
+    def close(self) -> None:
+        self._leases.clear()
+        self._consumer.close()
+
+
+def serve_readers(line: Connection) -> None:
+    """Make readers and call them as another process asks, until it says None."""
+    readers: dict[int, Reader] = {}
+    while (call := line.recv()) is not None:
+        key, name, arguments, named = call
+        try:
+            if name == "open":
+                readers[key] = Reader(*arguments, **named)
+                line.send(None)
+            else:
+                line.send(getattr(readers[key], name)(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - raised again where the call was made
+            line.send(error)
+
+
+class RemoteReader:
+    """The calls of a `Reader` that lives in another process."""
+
+    def __init__(self, line: Connection, *arguments: Any, **named: Any) -> None:
+        self._line = line
+        self._call("open", *arguments, **named)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        self._line.send((id(self), name, arguments, named))
+        assert self._line.poll(WATCHDOG_SECONDS), f"the other process does not answer {name}"
+        answer = self._line.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def row(sequence: int) -> PublishedRow:
