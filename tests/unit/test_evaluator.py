@@ -10,14 +10,15 @@ import torch
 
 from common.config.loading import load
 from common.config.shared import TargetTable
-from common.contracts.control_messages import EvaluationResult
+from common.contracts.control_messages import EvaluationResult, EvaluatorReport
 from common.drafters.dflash.checkpoint import write_drafter
 from common.drafters.dflash.config import DrafterTable, resolve_spec
 from common.errors import CaptureMismatchError, ConfigError
 from common.target.loading import describe_target
+from services.evaluator.build import build_bench
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.decode import PlainText, SpeculativeText, VerifiedBlock
-from services.evaluator.evaluator import check_same_text, evaluate
+from services.evaluator.evaluator import Evaluator, Status, check_same_text, evaluate
 from services.evaluator.replay import Replay
 from services.evaluator.report import PromptRecord, summarise
 from services.evaluator.ties import Difference
@@ -169,8 +170,19 @@ def test_replay_that_drafts_otherwise_ends_the_run() -> None:
 
 
 def test_target_is_frozen_and_its_embedding_is_the_raw_table(home: Path) -> None:
-    from services.evaluator.build import build_bench
-
     bench = build_bench(config_of(home))
     assert not any(parameter.requires_grad for parameter in bench.model.parameters())
     assert torch.equal(bench.embedding, bench.model.model.embed_tokens.weight)
+
+
+def test_heartbeats_tell_how_many_answers_are_written_and_what_came_of_them(home: Path) -> None:
+    config = config_of(home)
+    status = Status()
+    assert status.describe().phase == "loading"
+    Evaluator(config, build_bench(config), status, threading.Event()).run()
+    report = status.describe().report
+    assert isinstance(report, EvaluatorReport)
+    # Two prompts, decoded plainly and with the drafters of two series.
+    assert (report.num_done, report.num_total) == (6, 6)
+    assert [result.step for result in report.results] == [20, 5]
+    assert status.describe().progress == 6
