@@ -47,7 +47,6 @@ class Listener:
 
         The caller holds the run's lock, so a file that is at the path has no live owner.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f".{secrets.token_hex(4)}")
         try:
             self.socket.bind(f"ipc://{beside}")

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 from common.contracts.sequences import SequenceSet
 
+_NOTHING = SequenceSet()
+
 
 class GroupLedger:
     """One group's sequences that are open: published or adopted, and not settled."""
@@ -26,6 +28,8 @@ class GroupLedger:
         """The same by session."""
         self._claims: dict[int, SequenceSet] = {}
         """What sessions said at their Hello that they hold."""
+        self._durable: dict[int, SequenceSet] = {}
+        """What their newest checkpoints hold; heartbeats repeat it unchanged most of the time."""
         self._adopted: set[int] = set()
         """Open sequences that this owner has not published."""
         self._awaited: set[int] = set()
@@ -100,10 +104,12 @@ class GroupLedger:
             self._settle(sequence)
 
     def commit(self, session: int, committed: SequenceSet) -> None:
-        """Settle what a session's durable checkpoint lists."""
+        """Settle what a session's durable checkpoint lists, now and as its releases come in."""
+        if self._durable.get(session) == committed:
+            return
+        self._durable[session] = committed
         for sequence in [s for s in self._held.get(session, ()) if s in committed]:
-            self._num_committed += sequence not in self._adopted
-            self._settle(sequence)
+            self._commit(sequence)
 
     def num_consumed(self, consumed: Mapping[int, SequenceSet]) -> int:
         """Return committed plus open sequences that a live session has consumed."""
@@ -147,13 +153,21 @@ class GroupLedger:
 
     def _leave(self, session: int) -> list[int]:
         self._claims.pop(session, None)
+        self._durable.pop(session, None)
         return sorted(self._held.get(session, ()))
 
     def _hold(self, sequence: int, session: int | None) -> None:
         self._let_go(sequence)
         self._open[sequence] = session
-        if session is not None:
-            self._held[session].add(sequence)
+        if session is None:
+            return
+        self._held[session].add(sequence)
+        if sequence in self._durable.get(session, _NOTHING):
+            self._commit(sequence)
+
+    def _commit(self, sequence: int) -> None:
+        self._num_committed += sequence not in self._adopted
+        self._settle(sequence)
 
     def _let_go(self, sequence: int) -> None:
         holder = self._open.get(sequence)

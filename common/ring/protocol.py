@@ -277,8 +277,11 @@ class OwnerProtocol:
         for delivery in self.book.leases(entry.session):
             self._reclaim(delivery, reason, counts=True)
         self.sessions.end(entry.session)
-        if self.ledgers[entry.group].holds_for(entry.session):
+        ledger = self.ledgers[entry.group]
+        if ledger.holds_for(entry.session):
             self.sessions.leave(entry, now + self._table.resume_wait_seconds)
+        else:
+            ledger.lose(entry.session)
 
     def _expire(self, delivery: Delivery) -> None:
         lease = delivery.lease

@@ -51,14 +51,22 @@ def test_the_watermark_rises_over_gaps_once_they_are_filled() -> None:
     assert ledger.settled == SequenceSet(low=3)
 
 
-def test_a_commit_that_comes_before_its_release_counts_when_it_is_repeated() -> None:
+def test_a_commit_that_comes_before_its_release_counts_from_the_release_on() -> None:
     ledger = GroupLedger(SequenceSet())
     ledger.publish(0)
     ledger.commit(ONE, sequences(0))
     assert ledger.settled_below == 0
     ledger.release(0, ONE)
-    ledger.commit(ONE, sequences(0))
     assert ledger.settled_below == 1
+    assert ledger.num_committed == 1
+
+
+def test_a_row_that_is_handed_over_is_settled_by_what_its_successor_has_committed() -> None:
+    ledger = ledger_of(0, 1)
+    ledger.commit(TWO, sequences(0))
+    ledger.hand_over(ONE, TWO, sequences(0, 1))
+    assert ledger.settled == sequences(0)
+    assert ledger.num_open == 1
 
 
 def test_a_successor_keeps_what_it_has_and_the_rest_comes_again() -> None:
@@ -161,6 +169,7 @@ def test_nothing_is_kept_of_sessions_and_rows_that_are_over(taken: int) -> None:
             ledger.publish(sequence)
             ledger.release(sequence, THREE)
             ledger.commit(THREE, sequences(low=sequence + 1))
+            ledger.lose(THREE)
         else:
             ledger.commit(session, sequences(low=sequence + 1))
             ledger.lose(session)

@@ -12,9 +12,15 @@ import pytest
 
 from common.contracts.record import Record
 from common.contracts.ring_messages import (
+    Bye,
     Descriptor,
+    Heartbeat,
+    Hello,
+    LeaseRef,
+    Nack,
     Pulse,
     Refused,
+    Release,
     SegmentRef,
     Welcome,
 )
@@ -22,7 +28,7 @@ from common.contracts.sequences import SequenceSet
 from common.errors import RingError
 from common.ring.protocol import OwnerProtocol
 from common.ring.worker_protocol import WorkerProtocol
-from tests.rings import make_groups, make_schema, make_table, row
+from tests.rings import EPOCH, Bench, make_groups, make_schema, make_table, row
 
 NUM_ROWS, NUM_SLOTS, CAPACITY = 12, 3, 2
 TABLE = make_table(num_slots=NUM_SLOTS, max_attempts=1000)
@@ -275,3 +281,40 @@ def test_crashes_and_restarts_lose_no_row_on_the_weights_that_survive(seed: int)
     assert set(trained) == set(range(NUM_ROWS))
     most = 1 + world.requeued + world.recaptured + world.faults["restart"]
     assert max(trained.values()) <= most
+
+
+def any_message(chance: random.Random) -> tuple[bytes, Record]:
+    """Return a valid message that need not make sense: few values, so that many nearly fit."""
+    session, ring_epoch = chance.randrange(1, 4), chance.choice([EPOCH, EPOCH, EPOCH, 1])
+    ref = [LeaseRef(slot=chance.randrange(3), generation=chance.randrange(4),
+                    lease_id=chance.randrange(20)) for _ in range(3)]  # fmt: skip
+    known = [
+        SequenceSet.of(chance.sample(range(30), 3), low=chance.randrange(10)) for _ in range(3)
+    ]
+    values = {
+        "ring_epoch": ring_epoch, "session": session, "number": chance.randrange(1000),
+        "capacity": chance.randrange(4), "lease": ref[0], "held": tuple(ref), "pid": 1,
+        "reason": chance.choice(["torn", "corrupt", "stopping"]), "consumed": known[0],
+        "committed": known[1], "staged": known[2], "group": chance.choice(["main", "main", "other"]),
+        "worker_id": chance.choice(["one", "two"]),
+    }  # fmt: skip
+    kind = chance.choice([Hello, Heartbeat, Heartbeat, Release, Release, Nack, Bye])
+    return b"%d" % chance.choice([session, 1]), kind(**{n: values[n] for n in kind.model_fields})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_message_that_makes_no_sense_can_raise_or_unbalance_the_accounts(seed: int) -> None:
+    chance, bench = random.Random(seed), Bench(num_slots=3, max_attempts=2)
+    sequence = 0
+    for _ in range(400):
+        bench.owner.receive(*any_message(chance), bench.now)
+        for _, record in bench.owner.outbox:
+            if chance.random() < 0.1:
+                bench.owner.undo(record)
+        bench.owner.outbox.clear()
+        bench.wait(chance.choice([0.0, 0.0, 0.1, 1.0]))
+        again = bench.owner.next_recapture()
+        if bench.owner.book.slot_counts()["free"]:
+            bench.publish(sequence if again is None else again)
+            sequence += again is None
+        bench.accounts()
