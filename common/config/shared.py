@@ -36,7 +36,7 @@ class RunTable(Table):
     device: Literal["cpu", "cuda"] = "cpu"
     """Where target and drafter run."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of each model process; 0 lets torch decide."""
+    """CPU threads of each target server, worker and `regenerate`; 0 lets torch decide."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is written to the logs."""
 

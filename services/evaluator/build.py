@@ -43,8 +43,8 @@ class Bench:
 def build_bench(config: EvaluatorConfig) -> Bench:
     """Read prompts and specs, then load the target."""
     table = config.evaluation
-    if config.run.num_threads:
-        torch.set_num_threads(config.run.num_threads)
+    if table.num_threads:
+        torch.set_num_threads(table.num_threads)
     check_is_file(table.prompts)
     checkpoints = find_checkpoints(table.checkpoints, config.run.directory)
     target = describe_target(config.target)

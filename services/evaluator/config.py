@@ -22,6 +22,8 @@ class EvaluationTable(Table):
     """Tokens at which an answer is cut."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of target and drafter; auto is float32 on a CPU, else `target.dtype`."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 lets torch decide, since a run's evaluation has the machine to itself."""
     tie_tolerance: float = Field(default=0.0, ge=0)
     """Logits closer than this, relative to the largest, are a tie; 0 takes it from the dtype."""
     replay_batch: int = Field(default=16, ge=1)
