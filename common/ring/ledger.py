@@ -120,23 +120,15 @@ class GroupLedger:
         )
 
     def welcome(self, session: int, held: SequenceSet) -> None:
-        """Note what a session says it holds, and stop waiting for what it has after all."""
+        """Note what a session says it holds; of what was lost, it keeps what it has after all."""
         if held.low or held.above:
             self._claims[session] = held
         for sequence in [s for s in self._awaited if s in held]:
             self._stop_awaiting(sequence)
             self._hold(sequence, session)
 
-    def hand_over(self, ended: int, successor: int, kept: SequenceSet) -> None:
-        """Give an ended session's rows to its successor; await those that it lacks."""
-        for sequence in self._leave(ended):
-            if sequence in kept:
-                self._hold(sequence, successor)
-            else:
-                self._await(sequence)
-
     def lose(self, ended: int) -> None:
-        """Await every uncommitted row of a session that has no successor."""
+        """Await every uncommitted row of an ended session; a successor's `welcome` keeps its own."""
         for sequence in self._leave(ended):
             self._await(sequence)
 

@@ -269,7 +269,7 @@ class OwnerProtocol:
         """Hand the rows of the worker's ended sessions to its new one (R8)."""
         ledger = self.ledgers[entry.group]
         for ended in self.sessions.inherit(entry):
-            ledger.hand_over(ended, entry.session, held)
+            ledger.lose(ended)
         ledger.welcome(entry.session, held)
         ledger.commit(entry.session, entry.committed)
 

@@ -64,14 +64,16 @@ def test_a_commit_that_comes_before_its_release_counts_from_the_release_on() -> 
 def test_a_row_that_is_handed_over_is_settled_by_what_its_successor_has_committed() -> None:
     ledger = ledger_of(0, 1)
     ledger.commit(TWO, sequences(0))
-    ledger.hand_over(ONE, TWO, sequences(0, 1))
+    ledger.lose(ONE)
+    ledger.welcome(TWO, sequences(0, 1))
     assert ledger.settled == sequences(0)
     assert ledger.num_open == 1
 
 
 def test_a_successor_keeps_what_it_has_and_the_rest_comes_again() -> None:
     ledger = ledger_of(0, 1, 2)
-    ledger.hand_over(ONE, TWO, sequences(1))
+    ledger.lose(ONE)
+    ledger.welcome(TWO, sequences(1))
     assert recaptures(ledger) == [0, 2]
     assert ledger.lacks(0)
     assert not ledger.lacks(1)
