@@ -1,5 +1,6 @@
 """Small whole runs for tests: a tiny random target, its data, one config file."""
 
+import hashlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.ring.segment import SEGMENT_DIRECTORY
 from tests.targets import make_tiny_target
 
 WORDS = [
@@ -27,7 +29,7 @@ WORDS = [
 ]
 CONFIG = """
 [run]
-name = "tiny"
+name = "{name}"
 directory = "{directory}/run"
 num_threads = 1
 [target]
@@ -60,6 +62,16 @@ max_new_tokens = 12
 """
 
 
+def run_name(directory: Path) -> str:
+    """Return a name that no run in another directory has."""
+    return "test-" + hashlib.sha256(str(directory).encode()).hexdigest()[:8]
+
+
+def segments_of(directory: Path) -> list[Path]:
+    """Return the ring segments that the run in `directory` has."""
+    return list(SEGMENT_DIRECTORY.glob(f"ringdraft-{run_name(directory)}-*"))
+
+
 def make_run(directory: Path, num_conversations: int = 120) -> Path:
     """Write target, data and config into `directory`; return the config file."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +90,9 @@ def make_run(directory: Path, num_conversations: int = 120) -> Path:
         for word in WORDS[:3]:
             file.write(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n")
     config = directory / "run.toml"
-    config.write_text(CONFIG.format(directory=directory), encoding="utf-8")
+    config.write_text(
+        CONFIG.format(directory=directory, name=run_name(directory)), encoding="utf-8"
+    )
     return config
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.lifecycle import FileLock
-from common.ring.segment import SEGMENT_DIRECTORY
-from tests.runs import make_run, run_to_end
+from tests.runs import make_run, run_to_end, segments_of
 
 UP = ("services.launcher.cli", "up")
 TARGET = ("services.target_server",)
@@ -38,7 +37,7 @@ def test_a_setting_that_cannot_be_run_is_named(
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
-    assert not list(SEGMENT_DIRECTORY.glob("ringdraft-tiny-*"))
+    assert not segments_of(tmp_path)
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

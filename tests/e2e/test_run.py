@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.ring.segment import SEGMENT_DIRECTORY
-from tests.runs import make_run, run_to_end, start
+from tests.runs import make_run, run_to_end, segments_of, start
 
 UP = "services.launcher.cli"
 
@@ -19,10 +18,6 @@ UP = "services.launcher.cli"
 def losses(run: Path, instance: str) -> list[float]:
     lines = (run / "metrics" / f"{instance}.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
-
-
-def segments_of(run_name: str) -> list[Path]:
-    return list(SEGMENT_DIRECTORY.glob(f"ringdraft-{run_name}-*"))
 
 
 def watch_status(run: Path, seen: list[dict], stop: threading.Event) -> None:
@@ -60,8 +55,11 @@ def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None
         curve = losses(tmp_path / "run", instance)
         assert sum(curve[-3:]) < 0.7 * sum(curve[:3]), curve
     running = [status for status in seen if len(status["workers"]) == 2]
-    assert any(all(w["step"] > 0 for w in status["workers"]) for status in running)
-    assert not segments_of("tiny")
+    assert any(
+        all(w["report"] and w["report"]["step"] > 0 for w in status["workers"])
+        for status in running
+    )
+    assert not segments_of(tmp_path)
 
 
 @pytest.mark.timeout(200)
@@ -94,7 +92,7 @@ def test_a_killed_workers_rows_are_trained_by_the_other(tmp_path: Path) -> None:
     assert account["rows_trained"] == account["rows_published"] > 100
     assert account["rows_lost"] == account["rows_open"] == account["rows_poison"] == 0
     assert account["recaptured"] > 0, "the dead worker had taken rows"
-    assert not segments_of("tiny")
+    assert not segments_of(tmp_path)
 
 
 @pytest.mark.timeout(200)
@@ -137,7 +135,7 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
     _, stderr = run.communicate(timeout=60)
-    assert not segments_of("tiny"), stderr
+    assert not segments_of(tmp_path), stderr
     assert "Traceback" not in stderr
     steps = sorted((tmp_path / "run" / "checkpoints" / "main" / "0").glob("step-*"))
     assert steps[-1].name != "step-000000", "a clean stop makes its last steps durable"
