@@ -27,19 +27,23 @@ class Capture:
         """Fill every field of the slot; on return the copies are complete (publish may follow)."""
         for name in ("token_ids", "document_ids", "position_ids", "loss_mask"):
             self._tensor(name, slot).copy_(torch.from_numpy(getattr(row, name)))
+        used = row.used_tokens
         features = self._run(
             self._model,
             self._tap,
-            torch.from_numpy(row.token_ids).to(self._device),
-            torch.from_numpy(row.position_ids).to(self._device),
+            torch.from_numpy(row.token_ids[:used]).to(self._device),
+            torch.from_numpy(row.position_ids[:used]).to(self._device),
         )
-        if not torch.isfinite(features[: row.used_tokens]).all():
+        if not torch.isfinite(features).all():
             samples = [document.sample_id for document in row.documents]
             raise NonFiniteTensorError(
                 f"row {row.sequence} (samples {samples}): the target's hidden states hold NaN or "
                 f"infinity; run the target in bfloat16 or float32"
             )
-        self._tensor("aux_hidden_states", slot).copy_(features)
+        aux_hidden_states = self._tensor("aux_hidden_states", slot)
+        aux_hidden_states[:used].copy_(features)
+        # Nobody attends to padding, but what an older row left there may not stay finite.
+        aux_hidden_states[used:].zero_()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

@@ -1,0 +1,93 @@
+"""What the target server writes into a slot is what the model computes, and nothing older."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.shared import GroupTable, RingTable, TargetTable
+from common.contracts.rows import RowSchema
+from common.errors import NonFiniteTensorError
+from common.ring.owner import RingOwner
+from common.ring.segment import MemorySegment
+from common.target.features import FeatureTap
+from common.target.loading import load_target
+from common.tensors import slot_tensor
+from services.target_server.capture import Capture
+from services.target_server.packing import PackedRow, Sample, make_row
+from tests.targets import make_tiny_target
+
+LAYERS = (1, 3)
+
+
+def make_packed_row(lengths: tuple[int, ...]) -> PackedRow:
+    chooser = np.random.default_rng(0)
+    samples = [
+        Sample(
+            sample_id=index,
+            tag=0,
+            token_ids=chooser.integers(3, 250, length).astype(np.int32),
+            loss_mask=np.ones(length, dtype=np.uint8),
+        )
+        for index, length in enumerate(lengths)
+    ]
+    return make_row(samples, 128, 0, 0)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> torch.nn.Module:
+    make_tiny_target(tmp_path / "target")
+    return load_target(TargetTable(model=str(tmp_path / "target"), dtype="float32"), "cpu")
+
+
+@pytest.fixture
+def ring(tmp_path: Path, target: torch.nn.Module) -> RingOwner:
+    schema = RowSchema(
+        row_tokens=128,
+        max_documents=4,
+        hidden_size=target.config.hidden_size,
+        target_layer_ids=LAYERS,
+        aux_dtype="bfloat16",
+        has_last_hidden_states=False,
+        target_fingerprint="t",
+        template_fingerprint="t",
+        feature_engine="t",
+    )
+    with RingOwner(
+        endpoint=tmp_path / "t.sock", run="capture", schema=schema, table=RingTable(num_slots=1),
+        groups={"main": GroupTable()}, backing=MemorySegment,
+    ) as owner:  # fmt: skip
+        yield owner
+
+
+def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
+    target: torch.nn.Module, ring: RingOwner
+) -> None:
+    row = make_packed_row((30, 41))
+    slot = ring.loan(1.0)
+    with FeatureTap(target, LAYERS) as tap, slot:
+        aux = slot_tensor(ring.layout, "aux_hidden_states", slot.field)
+        aux.fill_(float("nan"))  # what an older row might have left
+        Capture(target, tap, ring.layout, is_packed=True).write(row, slot)
+        for document in row.documents:
+            span = slice(document.start, document.start + document.length)
+            ids = torch.from_numpy(row.token_ids[span]).long()[None]
+            states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+            expected = torch.cat([states[layer + 1][0] for layer in LAYERS], -1)
+            torch.testing.assert_close(aux[span].float(), expected, rtol=1e-2, atol=1e-2)
+        assert (aux[row.used_tokens :] == 0).all()
+        ids = slot_tensor(ring.layout, "token_ids", slot.field)
+        assert torch.equal(ids, torch.from_numpy(row.token_ids))
+
+
+def test_hidden_states_that_are_not_finite_name_the_samples(
+    target: torch.nn.Module, ring: RingOwner
+) -> None:
+    with torch.no_grad():
+        target.get_input_embeddings().weight.fill_(float("inf"))
+    slot = ring.loan(1.0)
+    with FeatureTap(target, LAYERS) as tap, slot:
+        capture = Capture(target, tap, ring.layout, is_packed=True)
+        with pytest.raises(NonFiniteTensorError, match=r"samples \[0, 1\]"):
+            capture.write(make_packed_row((5, 6)), slot)
