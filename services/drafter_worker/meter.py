@@ -1,9 +1,11 @@
 """What a worker says of itself: durations, figures, and the report made of them."""
 
+import resource
 import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -99,5 +101,8 @@ def gpu_uuid(device: str) -> str:
 
 
 def allocated_bytes(device: str) -> int:
-    """Return the bytes that tensors take on the GPU, 0 on the CPU."""
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+    """Return the bytes that tensors take on the GPU, or that the process has resident on a CPU."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return resident_pages * resource.getpagesize()
