@@ -162,6 +162,9 @@ class Reader:
         """Return whether the stream is settled, whether it is drained, and what is consumed."""
         return self._consumer.is_settled, self._consumer.is_drained, self._consumer.consumed
 
+    def has_ring(self) -> bool:
+        return self._consumer.memory is not None
+
     def next_row(self, timeout: float = WATCHDOG_SECONDS) -> int | None:
         """Go all the way with one row, if one comes: copy, check, release, train."""
         sequence = self.take(timeout)

@@ -461,6 +461,16 @@ def test_a_reader_that_comes_before_its_owner_waits_for_it(rings: Rings) -> None
     assert reader.next_row() == 0
 
 
+def test_leases_that_nobody_acquired_end_with_their_ring(rings: Rings) -> None:
+    owner, reader = rings.owner(), rings.reader()
+    publish(owner, 0)
+    publish(owner, 1)
+    assert reader.take() == 0
+    owner.close()
+    wait_until(lambda: not reader.has_ring(), "the reader sees that the ring is gone")
+    assert reader.take(timeout=0.0) is None
+
+
 def test_memory_of_an_owner_that_is_gone_is_given_back_by_its_readers() -> None:
     with rings_in("host") as rings:
         owner, reader = rings.owner(), rings.reader()

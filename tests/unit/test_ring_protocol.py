@@ -214,17 +214,17 @@ def test_a_session_that_let_a_lease_expire_waits_until_it_answers_or_omits_it(ho
     assert bench.owner.book.leases()[0].attempts == 1
 
 
-def test_a_requeued_row_prefers_another_session() -> None:
+def test_a_requeued_row_prefers_another_session_even_a_busier_one() -> None:
     bench = Bench()
-    slow, other = bench.worker("slow", capacity=1), bench.worker("other", capacity=0)
-    bench.publish(0)
-    (lease,) = slow.leases()
-    bench.wait(LEASE)
-    other.beat(capacity=1)
-    slow.beat()
-    assert len(other.leases()) == 1
-    assert slow.leases() == []
-    assert lease.slot == bench.owner.book.leases()[0].slot
+    one, two = bench.worker("one"), bench.worker("two")
+    bench.publish(0, 1)
+    one.release(one.leases()[0])
+    assert len(two.leases()) == 1
+    bench.publish(2)
+    (lease,) = one.leases()
+    one.nack(lease)
+    assert [told.slot for told in two.leases()] == [lease.slot]
+    assert one.leases() == []
 
 
 # -- R6: accounts ----------------------------------------------------------------------------------
@@ -357,6 +357,7 @@ def test_a_silent_session_is_over_and_never_comes_back() -> None:
     worker.leases()
     bench.wait(SESSION_TIMEOUT + 0.1)
     assert len(bench.owner.sessions) == 0
+    assert bench.accounts()["requeued"] == 1
     worker.beat()
     worker.hello()
     assert [r.kind for r in worker.told(Refused)] == ["ended_session"] * 2
@@ -371,6 +372,7 @@ def test_a_new_session_of_a_worker_ends_the_old_one_s_leases_at_once() -> None:
     new = bench.worker()
     assert [told.lease_id for told in new.leases()] == [2]
     assert bench.owner.reclaimed == {"replaced": 1}
+    assert bench.owner.book.leases()[0].attempts == 1
 
 
 def test_a_process_that_was_replaced_is_told_to_stop_and_cannot_take_its_name_back() -> None:

@@ -48,6 +48,17 @@ def test_a_successor_takes_over_what_its_hello_holds() -> None:
     assert bench.owner.ledgers["main"].settled == sequences(0, 2)
 
 
+def test_what_a_hello_says_is_durable_is_settled_even_if_nothing_follows_it() -> None:
+    bench = Bench()
+    old = bench.worker()
+    bench.publish(0, 1)
+    take_all(old)
+    new = bench.worker(consumed=sequences(0, 1), committed=sequences(0))
+    new.bye()
+    assert bench.owner.settled_below() == 1
+    assert bench.recaptures() == [1]
+
+
 def test_a_successor_that_comes_late_cancels_what_it_holds_after_all() -> None:
     bench = Bench()
     old = bench.worker()

@@ -216,6 +216,9 @@ def test_drained_stays_so_when_the_owner_goes() -> None:
     protocol.begin_session(num_acquired=0)
     assert protocol.is_drained
     assert not protocol.is_settled
+    welcome(protocol)
+    protocol.hear(pulse(protocol, 1))
+    assert protocol.is_drained
 
 
 def test_a_heartbeat_fits_a_message_whatever_waits_for_a_commit() -> None:
