@@ -41,7 +41,8 @@ class Plan:
     capacity: int = 2
     commit_every: int = 4
     hold_at: int = -1
-    """The worker's copy of this many-th row takes until `<name>.go` exists."""
+    """The worker's copy of this many-th row takes until `<name>.go` exists; so does the owner's
+    writing of the row of this number."""
 
 
 class Log:
@@ -90,8 +91,27 @@ def run_owner(plan: Plan) -> None:
         log.write("ready", settled=settled.model_dump(mode="json"))
         for sequence in rows_to_make(owner, plan):
             log.write("publishing", sequence=sequence)
+            if sequence == plan.hold_at:
+                write_half(owner, sequence, log)
+                wait_for_go(plan)
             publish(owner, sequence, timeout=100.0)
         log.write("done", report=owner.report().model_dump(mode="json"))
+
+
+def write_half(owner: RingOwner, sequence: int, log: Log) -> None:
+    """Begin to write a row and leave it at that."""
+    writable = owner.loan(100.0)
+    assert writable is not None
+    view = writable.field("token_ids")
+    half = len(view) // 2
+    view[:half] = pattern(sequence) * half
+    log.write("writing", sequence=sequence, slot=writable.slot)
+
+
+def wait_for_go(plan: Plan) -> None:
+    """Wait until the test says go."""
+    while not (Path(plan.folder) / f"{plan.name}.go").exists():
+        time.sleep(0.01)
 
 
 def rows_to_make(owner: RingOwner, plan: Plan) -> Iterator[int]:
@@ -159,8 +179,7 @@ class Trainer:
 
     def _hold(self, sequence: int) -> None:
         self._log.write("holding", sequence=sequence)
-        while not (self._folder / f"{self._plan.name}.go").exists():
-            time.sleep(0.01)
+        wait_for_go(self._plan)
 
     def _save(self) -> None:
         if self._saved < len(self._trained):

@@ -190,6 +190,18 @@ def test_workers_go_on_with_the_successor_of_a_killed_owner(scene: Scene) -> Non
     assert len(first & again) <= 2 * 2 + 4
 
 
+def test_a_row_whose_writer_was_killed_is_written_by_its_successor(scene: Scene) -> None:
+    scene.start("worker", "worker")
+    scene.start("owner", "owner", num_rows=ROWS, hold_at=6)
+    scene.wait_for("owner", "writing")
+    scene.wait_for("worker", "trained", 6)
+    scene.signal("owner", signal.SIGKILL)
+    scene.start("owner", "owner", num_rows=ROWS)
+    scene.wait_for_end("owner", "worker")
+    scene.assert_nothing_is_lost("worker", restarts=1)
+    assert scene.trained("worker")[6] == 1
+
+
 def test_a_run_whose_processes_were_all_killed_starts_clean(scene: Scene) -> None:
     scene.start("owner", "owner", num_rows=ROWS)
     scene.start("worker", "one", commit_every=3, hold_at=6)
