@@ -1,7 +1,6 @@
 """Processes that are killed and stopped: what they held comes back, and nothing is left behind."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ import pytest
 
 from common.contracts.sequences import SequenceSet
 from tests.ring_programs import Plan, arguments, read_checkpoint, read_log
-from tests.rings import endpoint_in, segments_of, wait_until
+from tests.rings import endpoint_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24
@@ -31,13 +30,14 @@ class Scene:
     """The processes of one test, by name, and what they have written down."""
 
     folder: Path
-    run: str
+    shared_memory: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     names: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, kind: str, name: str, **plan: Any) -> None:
         plan.setdefault("table", QUICK)
-        command = arguments(kind, Plan(str(self.folder), name, self.run, **plan))
+        places = str(self.folder), str(self.shared_memory)
+        command = arguments(kind, Plan(*places, name, **plan))
         with (self.folder / f"{name}.err").open("ab") as errors:
             process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=errors)
         self.processes.append(process)
@@ -72,6 +72,9 @@ class Scene:
     def report(self, name: str = "owner") -> dict[str, Any]:
         return self.log(name, "done")[-1]["report"]
 
+    def segments(self) -> list[str]:
+        return sorted(path.name for path in self.shared_memory.iterdir())
+
     def maps(self, name: str) -> str:
         return Path(f"/proc/{self.names[name].pid}/maps").read_text()
 
@@ -89,8 +92,11 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     """Give the test a run of its own; end its processes by their ids; nothing may be left."""
-    with tempfile.TemporaryDirectory(prefix="rd-") as folder:
-        scene = Scene(Path(folder), f"fault-{os.getpid()}-{os.urandom(3).hex()}")
+    with (
+        tempfile.TemporaryDirectory(prefix="rd-") as folder,
+        tempfile.TemporaryDirectory(prefix="rd-test-", dir="/dev/shm") as shared_memory,
+    ):
+        scene = Scene(Path(folder), Path(shared_memory))
         yield scene
         running = [process for process in scene.processes if process.poll() is None]
         for process in scene.processes:
@@ -99,11 +105,8 @@ def scene() -> Iterator[Scene]:
             process.wait(60)
             assert process.stdin is not None
             process.stdin.close()
-        left = segments_of(scene.run)
-        for name in left:
-            (Path("/dev/shm") / name).unlink(missing_ok=True)
         assert [process.args for process in running] == []
-        assert left == []
+        assert scene.segments() == []
         assert not endpoint_in(scene.folder).exists()
 
 
@@ -171,14 +174,14 @@ def test_workers_go_on_with_the_successor_of_a_killed_owner(scene: Scene) -> Non
     for name in ("one", "two"):
         scene.wait_for(name, "saved")
     scene.signal("owner", signal.SIGKILL)
-    (dead,) = segments_of(scene.run)
+    (dead,) = scene.segments()
     assert dead in scene.maps("one")
     first = {entry["sequence"] for entry in scene.log("owner", "publishing")}
     assert len(first) < rows
     scene.start("owner", "owner", num_rows=rows)
     scene.wait_for("owner", "ready")
     assert scene.log("owner", "reclaimed")[-1]["num_bytes"] > 0
-    assert dead not in segments_of(scene.run)
+    assert dead not in scene.segments()
     wait_until(lambda: dead not in scene.maps("one"), "the dead ring's memory is let go")
     scene.wait_for_end("owner", "one", "two")
     scene.assert_nothing_is_lost("one", "two", num_rows=rows, restarts=1)
@@ -210,7 +213,7 @@ def test_a_run_whose_processes_were_all_killed_starts_clean(scene: Scene) -> Non
         scene.wait_for(name, "holding")
     for name in ("one", "owner", "two"):
         scene.signal(name, signal.SIGKILL)
-    assert len(segments_of(scene.run)) == 1
+    assert len(scene.segments()) == 1
     durable = scene.trained("one", "two")
     for name in ("one", "owner", "two"):
         scene.start("owner" if name == "owner" else "worker", name, num_rows=ROWS)
