@@ -9,7 +9,9 @@ FORMAT = "%(asctime)s %(levelname)-8s {service}/{instance} run={run} %(name)s: %
 def configure(service: str, instance: str, run: str, level: str) -> None:
     """Send every logger's lines to stderr in the project's form."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(FORMAT.format(service=service, instance=instance, run=run)))
+    handler.setFormatter(
+        logging.Formatter(FORMAT.format(service=service, instance=instance, run=run))
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
