@@ -305,7 +305,7 @@ class OwnerProtocol:
                 self.ledgers[name].drop(delivery.row.sequence)
 
     def _grant(self, now: float) -> None:
-        """Lease READY rows to sessions with room, the least loaded first (R4, R5)."""
+        """Lease READY rows to sessions with room, the least loaded first, in turns (R4, R5)."""
         for name in self._groups:
             while True:
                 pair = self._next_pair(name)
