@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config.loading import Table
 
@@ -81,6 +81,16 @@ class RingTable(Table):
     """How long a dead session's rows wait for its successor before they are captured again."""
     checksum_payload: bool = False
     """Whether each slot's payload carries an xxh3 checksum that readers verify."""
+
+    @model_validator(mode="after")
+    def _times_agree(self) -> "RingTable":
+        if min(self.lease_seconds, self.session_timeout_seconds) < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"lease_seconds {self.lease_seconds} and session_timeout_seconds "
+                f"{self.session_timeout_seconds} must be at least twice heartbeat_seconds "
+                f"{self.heartbeat_seconds}: a heartbeat renews them, and one may be late"
+            )
+        return self
 
 
 class GroupTable(Table):

@@ -38,8 +38,9 @@ class RecipeBook:
             return self._kept[again]
         for row in self._rows:
             self.last_sequence = row.sequence
+            # Kept even where a live worker has it already: that worker may die before it commits.
+            self._kept[row.sequence] = row
             if self._ledger.wants(row.sequence):
-                self._kept[row.sequence] = row
                 return row
         self.has_ended = True
         return None

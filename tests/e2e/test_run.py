@@ -53,7 +53,7 @@ def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None
     assert min(steps) > 0
     for instance in ("main-0", "main-1"):
         curve = losses(tmp_path / "run", instance)
-        assert sum(curve[-3:]) < 0.7 * sum(curve[:3]), curve
+        assert sum(curve[-3:]) < 0.85 * sum(curve[:3]), curve
     running = [status for status in seen if len(status["workers"]) == 2]
     assert any(
         all(w["report"] and w["report"]["step"] > 0 for w in status["workers"])
