@@ -35,6 +35,11 @@ class Lease:
         field = self._layout.fields[name]
         return self.view[field.offset : field.offset + field.num_bytes]
 
+    @property
+    def payload(self) -> memoryview:
+        """The slot behind its header."""
+        return self.view[PAGE_BYTES:]
+
     def header(self) -> SlotHeader:
         """Read the slot's header; raise `CorruptSlotError` where a writer is at work."""
         fence()
@@ -51,7 +56,7 @@ class Lease:
         return header is not None and xxhash.xxh3_64_intdigest(token_ids) == told
 
     def is_payload_intact(self, payload: bytes | memoryview) -> bool:
-        """Check a copied payload against the header's checksum, where there is one."""
+        """Check a payload against the header's checksum, where the owner writes one."""
         header = self._matching_header()
         if header is None:
             return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.contracts.ring_messages import NackReason
 from common.errors import PeerLostError
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
@@ -53,7 +54,7 @@ class RowFeed:
         self._staged: queue.Queue[StagedRow] = queue.Queue()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
-        self.num_torn = 0
+        self.num_rejected = 0
         self._stream = torch.cuda.Stream() if buffers[0].token_ids.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
@@ -101,25 +102,30 @@ class RowFeed:
             self._free.put(buffers)
             self._check_target()
             return
-        if self._copy(lease, buffers):
+        fault = self._copy(lease, buffers)
+        if fault is None:
             lease.release()
             told = lease.descriptor
             self._staged.put(StagedRow(told.sequence, told.used_tokens, buffers))
         else:
-            # A torn copy means the lease is over: its nack is stale and costs no attempt.
-            self.num_torn += 1
-            _log.warning("row %d: torn copy dropped", lease.descriptor.sequence)
-            lease.nack("torn")
+            self.num_rejected += 1
+            _log.warning("row %d: %s copy dropped", lease.descriptor.sequence, fault)
+            lease.nack(fault)
             self._free.put(buffers)
 
-    def _copy(self, lease: Lease, buffers: RowBuffers) -> bool:
-        """Copy a slot and say whether the copy is whole."""
+    def _copy(self, lease: Lease, buffers: RowBuffers) -> NackReason | None:
+        """Copy a slot; return what is wrong with the copy, or None.
+
+        A torn copy means that the lease is over: its nack is stale and costs no attempt.
+        """
         with torch.cuda.stream(self._stream):  # no stream: a no-op on the CPU
             buffers.copy_from_slot(self._layout, lease.field)
             # Waits for the copies above; the hash is of the copy, not of the slot.
             token_ids = buffers.token_ids.cpu().numpy()
         # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
-        return lease.is_intact(memoryview(token_ids).cast("B"))
+        if not lease.is_intact(memoryview(token_ids).cast("B")):
+            return "torn"
+        return None if lease.is_payload_intact(lease.payload) else "corrupt"
 
     def _check_target(self) -> None:
         silent = self._consumer.silent_seconds

@@ -1,0 +1,107 @@
+"""The feed stages whole rows, gives back what it cannot believe, and waits within bounds."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.contracts.rows import DocumentSpan
+from common.errors import PeerLostError
+from common.ring.consumer import RingConsumer
+from common.ring.layout import SlotLayout
+from common.ring.owner import RingOwner
+from common.ring.segment import MemorySegment
+from common.tensors import RowBuffers, slot_tensor
+from services.drafter_worker.feed import RowFeed
+from tests.rings import endpoint_in, make_groups, make_schema, make_table
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[RingOwner]:
+    with RingOwner(
+        endpoint=endpoint_in(tmp_path), run="feed", schema=make_schema(), groups=make_groups(),
+        table=make_table(checksum_payload=True, max_attempts=2), backing=MemorySegment,
+    ) as ring:  # fmt: skip
+        yield ring
+
+
+@pytest.fixture
+def feed(tmp_path: Path, owner: RingOwner) -> Iterator[tuple[RowFeed, RingConsumer]]:
+    consumer = RingConsumer(endpoint=endpoint_in(tmp_path), worker_id="w", group="main", capacity=2)
+    schema = consumer.schema(10)
+    buffers = [RowBuffers.allocate(schema, CPU, torch.float32) for _ in range(2)]
+    rows = RowFeed(consumer, SlotLayout(schema), buffers, target_timeout_seconds=1.0)
+    yield rows, consumer
+    rows.close()
+    consumer.close()
+
+
+def publish(owner: RingOwner, sequence: int, *, corrupt: bool = False) -> None:
+    slot = owner.loan(10)
+    with slot:
+        aux = slot_tensor(owner.layout, "aux_hidden_states", slot.field)
+        aux.fill_(sequence + 0.5)
+        documents = (DocumentSpan(sample_id=sequence, tag=0, start=0, length=9),)
+        view = slot.view
+        slot.publish(sequence=sequence, split="train", used_tokens=9, documents=documents)
+        if corrupt:
+            view[-1] ^= 0xFF
+
+
+def test_staged_rows_are_copies_that_outlive_their_slot(
+    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+) -> None:
+    rows, _ = feed
+    publish(owner, 0)
+    row = rows.next_row(10)
+    assert (row.sequence, row.used_tokens) == (0, 9)
+    for sequence in range(1, 3):
+        publish(owner, sequence)
+    assert (row.buffers.aux_hidden_states == 0.5).all()
+    rows.give_back(row)
+
+
+def test_no_more_rows_are_staged_than_there_are_buffers(
+    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+) -> None:
+    rows, _ = feed
+    for sequence in range(4):
+        publish(owner, sequence)
+    held = [rows.next_row(10), rows.next_row(10)]
+    assert rows.next_row(0.3) is None
+    rows.give_back(held[0])
+    assert rows.next_row(10).sequence == 2
+
+
+def test_a_corrupt_payload_is_given_back_until_it_is_poison(
+    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+) -> None:
+    rows, _ = feed
+    publish(owner, 0)
+    publish(owner, 1)
+    held = [rows.next_row(10), rows.next_row(10)]
+    # Without a free buffer the worker takes no lease: the byte changes before anyone copies it.
+    publish(owner, 2, corrupt=True)
+    for row in held:
+        rows.give_back(row)
+    publish(owner, 3)
+    assert rows.next_row(10).sequence == 3
+    deadline = time.monotonic() + 10
+    while owner.report().groups[0].poison == 0:
+        assert time.monotonic() < deadline
+    assert rows.num_rejected == 2, "one for each attempt"
+
+
+def test_a_target_that_stays_silent_is_an_error_that_says_what_to_do(
+    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+) -> None:
+    rows, _ = feed
+    owner.close()
+    # The prefetch thread finds out; `next_row` raises what it found.
+    rows._thread.join(30)
+    with pytest.raises(PeerLostError, match="target_timeout_seconds"):
+        rows.next_row(0.2)
