@@ -94,8 +94,14 @@ class FileLock:
 
     def acquire(self, remedy: str) -> "FileLock":
         """Take the lock, or raise `ConfigError` naming its holder and the `remedy`."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{str(self._path)!r} cannot be made: {error.strerror}; choose a run.directory that "
+                f"can be written"
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -115,8 +115,15 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         key = ".".join(location)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}; {_nearest(location[-1], _keys(model, location))}")
+        elif problem["type"] == "missing" and len(location) == 1:
+            lines.append(f"missing table [{key}]: write it in a config file")
         elif problem["type"] == "missing":
             lines.append(f"missing key {key!r}: set it in a config file or with --set {key}=...")
+        elif problem["type"] == "value_error":
+            # The validator's own words name what was got and expected.
+            lines.append(
+                f"{key}: {problem['ctx']['error']}" if key else f"{problem['ctx']['error']}"
+            )
         else:
             lines.append(f"{key}: {problem['msg']} (got {problem['input']!r})")
     return "; ".join(lines)

@@ -1,5 +1,6 @@
 """Tables that more than one service reads."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,13 +22,21 @@ def _short_enough(directory: Path) -> Path:
     return directory
 
 
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", name):
+        raise ValueError(
+            f"got {name!r}, expected 1 to 40 letters, digits, dots, dashes, underscores"
+        )
+    return name
+
+
 RunDirectory = Annotated[Path, AfterValidator(_short_enough)]
 
 
 class RunTable(Table):
     """[run]: identity and place of a run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,40}$")
+    name: Annotated[str, AfterValidator(_plain_name)] = "run"
     """Name of the run; part of the names of its segments."""
     directory: RunDirectory = Path("runs/run")
     """Where sockets, logs, metrics, checkpoints and evaluations go."""

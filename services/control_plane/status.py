@@ -18,7 +18,9 @@ from common.contracts.control_messages import (
 )
 from services.control_plane.health import BottleneckName, Condition
 
-RunState = Literal["waiting", "starting", "running", "paused", "draining", "done", "failed"]
+RunState = Literal[
+    "waiting", "starting", "running", "paused", "draining", "evaluating", "done", "failed"
+]
 
 
 class Model(BaseModel):

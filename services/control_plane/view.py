@@ -41,13 +41,14 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
     """Return the status of a run."""
     targets = _sorted(snapshot, "target_server")
     workers = _sorted(snapshot, "drafter_worker")
+    evaluators = _sorted(snapshot, "evaluator")
     rings = tuple(_ring(view, ring) for view in targets if (ring := _ring_of(view)) is not None)
     evaluations = tuple(sorted(map(_evaluation, snapshot.evaluations), key=_evaluation_order))
     reason = _why_not_ready(targets, workers)
     return Status(
         time=time.time(),
         run=RunStatus(
-            name=run, directory=directory, state=_run_state(targets, workers),
+            name=run, directory=directory, state=_run_state(targets, workers, evaluators),
             command=snapshot.run_command.name if snapshot.run_command else "",
             uptime_seconds=snapshot.uptime_seconds,
         ),
@@ -58,7 +59,7 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
         target=_target(targets),
         workers=tuple(_worker_instance(view) for view in workers),
         groups=_groups(workers, rings, evaluations),
-        evaluators=tuple(InstanceStatus(**_common(v)) for v in _sorted(snapshot, "evaluator")),
+        evaluators=tuple(InstanceStatus(**_common(view)) for view in evaluators),
         evaluations=evaluations,
         bottleneck=_bottleneck(targets, workers),
         errors=tuple(
@@ -95,14 +96,17 @@ def _describe(views: list[InstanceView]) -> str:
     return ", ".join(parts) or "none has sent a heartbeat"
 
 
-def _run_state(targets: list[InstanceView], workers: list[InstanceView]) -> RunState:
+def _run_state(
+    targets: list[InstanceView], workers: list[InstanceView], evaluators: list[InstanceView]
+) -> RunState:
     """Sum the run up: a failure shows first, then what the workers do."""
     if not targets and not workers:
         return "waiting"
     if any(view.condition == "failed" for view in (*targets, *workers)):
         return "failed"
     if workers and all(_is_over(view) for view in workers):
-        return "done"
+        is_evaluated = any(_is_live(view) and not _is_over(view) for view in evaluators)
+        return "evaluating" if is_evaluated else "done"
     phases = [view.heartbeat.phase for view in workers if _is_live(view) and not _is_over(view)]
     if phases and all(phase == "paused" for phase in phases):
         return "paused"
@@ -206,6 +210,8 @@ def _group(
     ]  # fmt: skip
     reports = [report for _, report in pairs]
     live = [report for view, report in pairs if _is_live(view)]
+    # What a silent worker said last is no figure of this moment; after the end it is all there is.
+    current = live or reports
     furthest = max(reports, key=lambda report: report.step, default=None)
     measured = [result for result in evaluations if result.group == name]
     return GroupStatus(
@@ -215,8 +221,8 @@ def _group(
         trained_rows=sum(report.trained_rows for report in reports),
         trained_tokens=sum(report.trained_tokens for report in reports),
         tokens_per_second=sum(report.tokens_per_second for report in live),
-        loss=_mean(report.loss for report in reports),
-        accepted_prefix_length=_mean(report.accepted_prefix_length for report in reports),
+        loss=_mean(report.loss for report in current),
+        accepted_prefix_length=_mean(report.accepted_prefix_length for report in current),
         acceptance_length=measured[-1].acceptance_length if measured else None,
         last_checkpoint=furthest.checkpoint if furthest else "",
         account=_sum_accounts([a for ring in rings for a in ring.groups if a.group == name]),

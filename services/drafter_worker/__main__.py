@@ -37,8 +37,9 @@ def main(stop: threading.Event) -> None:
         from services.drafter_worker.assemble import open_worker
 
         worker = open_worker(config, index, instance, stop, stack, late.enter)
-        late.bind(worker)
-        worker.run()
+        if worker is not None:
+            late.bind(worker)
+            worker.run()
 
 
 if __name__ == "__main__":

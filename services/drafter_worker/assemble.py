@@ -3,10 +3,12 @@
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from common.contracts.control_messages import Phase
+from common.contracts.rows import RowSchema
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.telemetry.metrics import MetricsLog
@@ -16,11 +18,13 @@ from services.drafter_worker.build import (
     build_trainee,
     check_schema,
     describe_run,
+    wait_for_schema,
 )
 from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
 from services.drafter_worker.meter import Meter
+from services.drafter_worker.stream import stream_is_over
 from services.drafter_worker.worker import DrafterWorker, Parts
 
 
@@ -31,8 +35,8 @@ def open_worker(
     stop: threading.Event,
     stack: contextlib.ExitStack,
     enter: Callable[[Phase], None],
-) -> DrafterWorker:
-    """Load, connect, compile; `stack` closes feed, ring and metrics."""
+) -> DrafterWorker | None:
+    """Load, connect, compile; `stack` closes what is open. None: nothing is to be trained."""
     run, training = config.run, config.training
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
@@ -51,24 +55,17 @@ def open_worker(
         )
     )
     enter("waiting")
-    schema = check_schema(consumer, config, trainee)
+    schema = wait_for_schema(consumer, config, stop)
+    if schema is None:
+        return None
+    check_schema(schema, config, trainee)
     if run.device == "cuda" and consumer.memory is not None:
         pin(consumer.memory)
         stack.callback(unpin, consumer.memory)
     enter("compiling")
     stepper = build_stepper(config, trainee, schema)
-    device = torch.device(run.device)
-    dtype = next(trainee.drafter.parameters()).dtype
-    buffers = [RowBuffers.allocate(schema, device, dtype) for _ in range(config.ring.capacity)]
     feed = stack.enter_context(
-        contextlib.closing(
-            RowFeed(
-                consumer,
-                SlotLayout(schema),
-                buffers,
-                target_timeout_seconds=training.target_timeout_seconds,
-            )
-        )
+        contextlib.closing(open_feed(config, consumer, schema, trainee.working_dtype))
     )
     metrics = stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl"))
     meter = Meter(training.group, index, run.device, trainee.progress)
@@ -84,3 +81,17 @@ def open_worker(
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )
     return DrafterWorker(config, parts, stop)
+
+
+def open_feed(
+    config: WorkerConfig, consumer: RingConsumer, schema: RowSchema, dtype: torch.dtype
+) -> RowFeed:
+    """Allocate staging buffers and begin to fill them."""
+    device = torch.device(config.run.device)
+    return RowFeed(
+        consumer,
+        SlotLayout(schema),
+        [RowBuffers.allocate(schema, device, dtype) for _ in range(config.ring.capacity)],
+        target_timeout_seconds=config.training.target_timeout_seconds,
+        stream_is_over=partial(stream_is_over, config.run.directory),
+    )

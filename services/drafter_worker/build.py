@@ -1,8 +1,13 @@
 """Puts a drafter worker together: session, drafter, buffers, optimizer, checkpoints."""
 
+import contextlib
 import json
+import logging
 import platform
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +38,11 @@ from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.meter import Progress
 from services.drafter_worker.optim import MasterAdamW
 from services.drafter_worker.step import Stepper
+from services.drafter_worker.stream import stream_is_over
+
+WAIT_SECONDS = 0.2
+TARGET_START_SECONDS = 10.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,11 @@ class Trainee:
     progress: Progress
     consumed: SequenceSet
     target: TargetDescription
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """Element type that the network computes with."""
+        return self.optimizer.working[0].dtype
 
 
 def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
@@ -65,27 +80,51 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
         _initialise(drafter, config, target)
     else:
         _check_same_spec(newest, spec)
-        load_state(drafter, newest)
+        with _named_way_out():
+            load_state(drafter, newest)
     # Masters are taken before the working weights are rounded.
     masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
     drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     optimizer = MasterAdamW(drafter.parameters(), masters, config.optimizer)
     progress, consumed = Progress(), SequenceSet()
     if newest is not None:
-        tensors, state = read_trainer(newest)
+        with _named_way_out():
+            tensors, state = read_trainer(newest)
         optimizer.load_state(tensors)
         consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
         progress = Progress(**state)
     return Trainee(spec, drafter, optimizer, progress, consumed, target)
 
 
-def check_schema(consumer: RingConsumer, config: WorkerConfig, trainee: Trainee) -> RowSchema:
-    """Wait for the target server and refuse rows that this drafter cannot read."""
-    schema = consumer.schema(config.training.target_timeout_seconds)
-    if schema is None:
-        raise PeerLostError(
-            f"target server did not answer within {config.training.target_timeout_seconds} s; "
-            f"see its log"
+def wait_for_schema(
+    consumer: RingConsumer, config: WorkerConfig, stop: threading.Event
+) -> RowSchema | None:
+    """Wait for the target server; None where the run is to stop, or has nothing left to train."""
+    began_at = time.monotonic()
+    timeout = config.training.target_timeout_seconds
+    while not stop.is_set():
+        schema = consumer.schema(WAIT_SECONDS)
+        if schema is not None:
+            return schema
+        waited = time.monotonic() - began_at
+        # A target that starts beside this worker has its lock by then.
+        if waited > TARGET_START_SECONDS and stream_is_over(config.run.directory):
+            _log.info("the stream of this run is over: nothing is left to train")
+            return None
+        if waited > timeout:
+            raise PeerLostError(
+                f"target server did not answer within {timeout:g} s; see its log, or raise "
+                f"training.target_timeout_seconds"
+            )
+    return None
+
+
+def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> None:
+    """Refuse rows that this drafter cannot read, and anchors that no row can have."""
+    if config.drafter.num_anchors > schema.row_tokens:
+        raise ConfigError(
+            f"drafter.num_anchors got {config.drafter.num_anchors}, expected at most the "
+            f"{schema.row_tokens} tokens of a row; lower it, or raise data.row_tokens"
         )
     expected = {
         "target_layer_ids": trainee.spec.target_layer_ids,
@@ -99,13 +138,12 @@ def check_schema(consumer: RingConsumer, config: WorkerConfig, trainee: Trainee)
                 f"rows of the target server: {name} got {got!r}, expected {value!r}; give target "
                 f"server and worker the same [target]"
             )
-    return schema
 
 
 def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> Stepper:
     """Put the objective on its static buffers; on CUDA this compiles and captures."""
     device = torch.device(config.run.device)
-    dtype = next(trainee.drafter.parameters()).dtype
+    dtype = trainee.working_dtype
     tables = load_embedding_and_head(config.target, device, dtype)
     on_cuda = device.type == "cuda"
     objective = DFlashObjective(
@@ -168,11 +206,25 @@ def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDesc
         init_from_target(drafter, layers, tensors["norm.weight"])
 
 
+@contextlib.contextmanager
+def _named_way_out() -> Iterator[None]:
+    """A checkpoint that cannot be read is for the user to decide about."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{error}; remove that directory to go on from the one before it, or choose another "
+            f"run.directory"
+        ) from error
+
+
 def _check_same_spec(checkpoint: Path, spec: DrafterSpec) -> None:
     # The decay of the loss is no part of the network and not in its files.
-    differences = [d for d in read_spec(checkpoint).differences(spec) if "loss_decay" not in d]
+    with _named_way_out():
+        saved = read_spec(checkpoint)
+    differences = [d for d in saved.differences(spec) if "loss_decay" not in d]
     if differences:
-        raise CheckpointError(
+        raise ConfigError(
             f"checkpoint {str(checkpoint)!r} is of another drafter (its value and the config's): "
             f"{'; '.join(differences)}; choose another run.directory, or the old [drafter]"
         )

@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -65,9 +66,10 @@ class CheckpointStore:
                 shutil.rmtree(final)
             temporary.rename(final)
             _sync(self._directory)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(_why_not_written(final, error)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         self._prune()
         return final
 
@@ -83,7 +85,7 @@ class CheckpointStore:
             shutil.rmtree(old)
 
     def _steps(self) -> list[Path]:
-        return sorted(self._directory.glob(f"{_STEP_PREFIX}*"))
+        return sorted(self._directory.glob(f"{_STEP_PREFIX}*"), key=_step_of)
 
 
 def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,7 +93,7 @@ def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors = load_file(checkpoint / "trainer" / "optimizer.safetensors")
         state = json.loads((checkpoint / "trainer" / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {str(checkpoint)!r}: trainer state cannot be read: {error}"
         ) from error
@@ -116,7 +118,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _why_not_written(path: Path, error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_STEP_PREFIX))
+
+
+def _why_not_written(path: Path, error: Exception) -> str:
+    # safetensors reports the system's error as text.
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return f"checkpoint {path}: the disk is full; free space, older checkpoints are untouched"
     return f"checkpoint {path} cannot be written: {error}"

@@ -10,6 +10,7 @@ A slot is released when its copy is done and verified, not when the row is train
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from common.ring.lease import Lease
 from common.tensors import RowBuffers
 
 POLL_SECONDS = 0.2
+SILENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,10 +46,14 @@ class RowFeed:
         buffers: list[RowBuffers],
         *,
         target_timeout_seconds: float,
+        stream_is_over: Callable[[], bool],
     ) -> None:
         self._consumer = consumer
         self._layout = layout
         self._timeout = target_timeout_seconds
+        self._stream_is_over = stream_is_over
+        self.is_over = False
+        """The target server has ended, and every row of the run is committed."""
         self._free: queue.Queue[RowBuffers] = queue.Queue()
         for entry in buffers:
             self._free.put(entry)
@@ -129,7 +135,9 @@ class RowFeed:
 
     def _check_target(self) -> None:
         silent = self._consumer.silent_seconds
-        if silent > self._timeout and not self._consumer.is_drained:
+        if silent > SILENCE_SECONDS and not self.is_over:
+            self.is_over = self._stream_is_over()
+        if silent > self._timeout and not self.is_over and not self._consumer.is_drained:
             raise PeerLostError(
                 f"target server: nothing heard for {silent:.0f} s, expected at most "
                 f"{self._timeout:.0f}; see its log, or raise training.target_timeout_seconds"

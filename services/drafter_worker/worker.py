@@ -84,6 +84,8 @@ class DrafterWorker:
                 self._commit_rest()
                 if consumer.is_drained:
                     break
+            elif feed.is_over and not feed.has_staged:
+                break
             if self._must_save.is_set() or self._is_checkpoint_due():
                 self._must_save.clear()
                 self._save()
@@ -187,7 +189,7 @@ class DrafterWorker:
 
     def _commit_rest(self) -> None:
         """Step with what has been accumulated, and make it durable."""
-        if self._num_micro % self._config.training.accumulation:
+        if self._num_micro % self._config.training.accumulation and not self._is_finished():
             self._num_micro = 0
             self._update(max(self._pending, default=0))
         if self._saved_step != self._progress.step:

@@ -13,7 +13,7 @@ from common.target.loading import TargetDescription, describe_target, load_targe
 from services.evaluator.checkpoints import find_checkpoints, read_fitting_spec
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.decode import TextLimit, check_can_crop
-from services.evaluator.prompts import Prompt, check_is_file, read_prompts
+from services.evaluator.prompts import Prompt, read_prompts
 from services.evaluator.ties import tolerance_of
 
 
@@ -45,7 +45,6 @@ def build_bench(config: EvaluatorConfig) -> Bench:
     table = config.evaluation
     if table.num_threads:
         torch.set_num_threads(table.num_threads)
-    check_is_file(table.prompts)
     checkpoints = find_checkpoints(table.checkpoints, config.run.directory)
     target = describe_target(config.target)
     specs = [read_fitting_spec(checkpoint, target) for checkpoint in checkpoints]

@@ -1,18 +1,25 @@
 """Tables that the evaluator reads."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from common.config.loading import Table
 from common.config.shared import ControlPlaneTable, RunTable, TargetTable
 
 
+def _existing_file(path: Path) -> Path:
+    # Found here, a wrong path ends a run before it trains, and not behind it.
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: no such file; give a JSONL file of held-out prompts")
+    return path
+
+
 class EvaluationTable(Table):
     """[evaluation]: which checkpoints, on what, how long."""
 
-    prompts: Path
+    prompts: Annotated[Path, AfterValidator(_existing_file)]
     """JSONL file of {"id"?, "messages"} lines that no drafter was trained on."""
     checkpoints: tuple[Path, ...] = ()
     """Checkpoint directories; empty takes the newest of each series of the run."""

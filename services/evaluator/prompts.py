@@ -56,14 +56,6 @@ def read_prompts(
     return prompts
 
 
-def check_is_file(path: Path) -> None:
-    """Refuse a missing file before anything is loaded."""
-    if not path.is_file():
-        raise ConfigError(
-            f"evaluation.prompts={str(path)!r}: no such file; give a JSONL file of held-out prompts"
-        )
-
-
 def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield id and messages of each line that has them; the line's number serves as the id."""
     with path.open(encoding="utf-8") as lines:

@@ -13,7 +13,7 @@ from rich.table import Table
 from common.errors import ConfigError, RingdraftError
 from common.lifecycle import EXIT_CLEAN
 from services.launcher.progress import describe, fetch_status, rows_trained
-from services.launcher.rundir import find_run, launcher_pid
+from services.launcher.rundir import STOP_NAME, find_run, launcher_pid
 
 
 def stop_run(given: Path | None, timeout_seconds: float) -> int:
@@ -22,7 +22,9 @@ def stop_run(given: Path | None, timeout_seconds: float) -> int:
     pid = launcher_pid(directory)
     launcher = os.pidfd_open(pid)
     try:
-        signal.pidfd_send_signal(launcher, signal.SIGTERM)
+        # A second signal would mean "at once": whoever stops a stopping run only waits.
+        if claim_stop(directory, pid):
+            signal.pidfd_send_signal(launcher, signal.SIGTERM)
         print(f"stopping {directory} (launcher pid {pid})", file=sys.stderr)  # noqa: T201
         if not select.select([launcher], [], [], timeout_seconds)[0]:
             raise RingdraftError(
@@ -32,6 +34,16 @@ def stop_run(given: Path | None, timeout_seconds: float) -> int:
     finally:
         os.close(launcher)
     return EXIT_CLEAN
+
+
+def claim_stop(directory: Path, pid: int) -> bool:
+    """Say whether this is the first request to stop the launcher `pid`."""
+    path = directory / f"{STOP_NAME}.{pid}"
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def show_status(given: Path | None) -> int:

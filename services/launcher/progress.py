@@ -25,7 +25,7 @@ class StatusFeed:
 
     def __init__(self, directory: Path) -> None:
         self.latest: dict[str, Any] | None = None
-        self._directory = directory
+        self.directory = directory
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-feed", daemon=True)
 
@@ -44,7 +44,7 @@ class StatusFeed:
 
     def _run(self) -> None:
         while not self._stop.wait(_FETCH_SECONDS):
-            self.latest = fetch_status(self._directory) or self.latest
+            self.latest = fetch_status(self.directory) or self.latest
 
 
 class ProgressView:
@@ -61,6 +61,7 @@ class ProgressView:
         )  # fmt: skip
         self._task = self._bar.add_task("waiting", total=None, figures="")
         self._last_line = ""
+        self._has_address = False
         self._line_at = 0.0
 
     def __enter__(self) -> "ProgressView":
@@ -84,6 +85,9 @@ class ProgressView:
         status = self._feed.latest
         if status is None:
             return
+        if not self._has_address:
+            self._has_address = True
+            self.say(f"status at {control_url(self._feed.directory)}/status")
         done, total = rows_trained(status), status["target"]["total_rows"]
         figures = describe(status)
         self._bar.update(self._task, description=status["run"]["state"], completed=done,
@@ -112,8 +116,14 @@ def fetch_status(directory: Path) -> dict[str, Any] | None:
 
 
 def rows_trained(status: dict[str, Any]) -> int:
-    """Return the rows of the group that is behind."""
-    return min((group["trained_rows"] for group in status["groups"]), default=0)
+    """Return the distinct rows that the group which is behind has trained on."""
+    return min(map(_distinct_rows, status["groups"]), default=0)
+
+
+def _distinct_rows(group: dict[str, Any]) -> int:
+    """The ring's owner counts each row once; workers count what they did."""
+    account = group["account"]
+    return account["consumed"] if account else group["trained_rows"]
 
 
 def describe(status: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from common.lifecycle import lock_holder
 
 RUNS = Path("runs")
 LOCK_NAME = "launcher.lock"
+STOP_NAME = ".stop-requested"
 RECORD_NAME = "launcher.json"
 _STEP = re.compile(r"step-(\d+)")
 

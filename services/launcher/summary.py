@@ -40,6 +40,7 @@ def summarize(run: str, directory: Path, outcome: Outcome, wall_seconds: float) 
         "rows_published": _sum(targets, "rows_published"),
         "rows_trained": _sum(targets, "rows_trained"),
         "rows_lost": _sum(targets, "rows_lost"),
+        "rows_open": _sum(targets, "rows_open"),
         "drafters": drafters,
     }
 
@@ -67,12 +68,8 @@ def _key(checkpoint: Checkpoint) -> Path:
 
 
 def _rate(workers: list[dict[str, Any]]) -> float | None:
-    """Return the tokens a second of all workers together."""
-    rates = [
-        worker["trained_tokens"] / worker["train_seconds"]
-        for worker in workers
-        if worker.get("train_seconds") and "trained_tokens" in worker
-    ]
+    """Return the tokens a second of all workers together, in this launch."""
+    rates = [worker["tokens_per_second"] for worker in workers if worker.get("tokens_per_second")]
     return round(sum(rates), 3) if rates else None
 
 

@@ -28,6 +28,7 @@ from services.launcher.rundir import (
     LOCK_NAME,
     RECORD_NAME,
     RUNS,
+    STOP_NAME,
     first_and_last_checkpoints,
 )
 from services.launcher.summary import remove_old_summaries, summarize
@@ -61,7 +62,8 @@ def up(files: list[Path], settings: list[str], stop: threading.Event) -> int:
     ):
         _write_records(launch, resolved)
         outcome = _run(launch, stop)
-        (directory / RECORD_NAME).unlink(missing_ok=True)
+        for name in (RECORD_NAME, f"{STOP_NAME}.{os.getpid()}"):
+            (directory / name).unlink(missing_ok=True)
         wall_seconds = time.monotonic() - started_at
         line = summarize(launch.config.run.name, directory, outcome, wall_seconds)
         print(json.dumps(line), flush=True)  # noqa: T201

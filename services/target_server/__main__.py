@@ -5,7 +5,7 @@ import sys
 import threading
 
 from common.config.command_line import parse
-from common.lifecycle import run_service
+from common.lifecycle import FileLock, run_service
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
@@ -19,7 +19,11 @@ def main(stop: threading.Event) -> None:
         return
     run = config.run
     logs.configure("target_server", "target-0", run.name, run.log_level)
+    lock = FileLock(run.directory / "target-0.lock", f"target server of run {run.name!r}")
     with contextlib.ExitStack() as stack:
+        # First of all: workers tell by the lock whether a target is coming.
+        stack.enter_context(lock.acquire("stop that one, or choose another run.directory"))
+        (run.directory / "target-0.summary.json").unlink(missing_ok=True)
         late = LateService()
         link = ControlLink(
             Identity("target_server", "target-0", run.name),

@@ -5,13 +5,14 @@ import json
 import logging
 import threading
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from common.config.shared import RunTable
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
-from common.lifecycle import FileLock
+from common.errors import ConfigError
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import reclaim_dead_segments
@@ -39,15 +40,10 @@ _log = logging.getLogger(__name__)
 def open_server(
     config: TargetServerConfig, stop: threading.Event, stack: contextlib.ExitStack
 ) -> TargetServer:
-    """Lock the run, load the target, check it, open the ring."""
+    """Load the target, check it, open the ring."""
     run = config.run
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    stack.enter_context(
-        FileLock(run.directory / "target-0.lock", f"target server of run {run.name!r}").acquire(
-            "stop that one, or choose another run.directory"
-        )
-    )
     reason = choose_transport(run, config.ring)
     description = describe_target(config.target)
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
@@ -115,8 +111,19 @@ def committed_rows(run: RunTable, group: str) -> SequenceSet:
     """Return what the newest checkpoints of a group's workers hold: those rows are not made again."""
     total = SequenceSet()
     for worker in sorted((run.directory / "checkpoints" / group).glob("*")):
-        steps = sorted(worker.glob("step-*"))
+        steps = sorted(worker.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
         if steps:
-            state = json.loads((steps[-1] / "trainer" / "state.json").read_text(encoding="utf-8"))
-            total = total.union(SequenceSet.model_validate_json(json.dumps(state["consumed"])))
+            total = total.union(_consumed_by(steps[-1]))
     return total
+
+
+def _consumed_by(checkpoint: Path) -> SequenceSet:
+    path = checkpoint / "trainer" / "state.json"
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return SequenceSet.model_validate_json(json.dumps(state["consumed"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"checkpoint {str(checkpoint)!r}: {path.name} cannot be read: {error}; remove that "
+            f"directory to go on from the one before it, or choose another run.directory"
+        ) from error

@@ -179,8 +179,6 @@ def _tag(row: dict[str, Any]) -> int:
 
 def _line_offsets(path: Path) -> np.ndarray:
     """Return where each line that is not blank begins; hold no text."""
-    if not path.is_file():
-        raise ConfigError(f"data.path={str(path)!r}: no such file; give a JSONL file")
     offsets = []
     position = 0
     with path.open("rb") as lines:

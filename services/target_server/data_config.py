@@ -9,20 +9,26 @@ from common.config.loading import Table
 
 
 def _whole_tiles(row_tokens: int) -> int:
-    if row_tokens % 128:
+    if row_tokens < 128 or row_tokens % 128:
         nearest = (row_tokens // 128 + 1) * 128
         raise ValueError(
-            f"expected a multiple of 128, the tile of the attention kernels; {nearest} is the next"
+            f"got {row_tokens}, expected a multiple of 128, the tile of the attention kernels; {nearest} is the next"
         )
     return row_tokens
+
+
+def _existing_file(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: no such file; give a JSONL file of conversations")
+    return path
 
 
 class DataTable(Table):
     """[data]: which conversations to read and how to pack them into rows."""
 
-    path: Path
+    path: Annotated[Path, AfterValidator(_existing_file)]
     """JSONL file of conversations, {"id"?, "messages": [...], "tag"?, "finish_reason"?} a line."""
-    row_tokens: Annotated[int, Field(ge=128), AfterValidator(_whole_tiles)] = 4096
+    row_tokens: Annotated[int, AfterValidator(_whole_tiles)] = 4096
     """Packed tokens in a row; a conversation that is longer is skipped as too_long."""
     max_documents: int = Field(default=64, ge=1, le=65536)
     """Most conversations in a row."""

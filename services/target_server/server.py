@@ -144,7 +144,10 @@ class TargetServer:
                 key: min(group[key] for group in groups.values())
                 for key in ("rows_published", "rows_trained")
             },
-            "rows_lost": max(group["rows_lost"] for group in groups.values()),
+            **{
+                key: max(group[key] for group in groups.values())
+                for key in ("rows_lost", "rows_open")
+            },
             "groups": groups,
             "is_drained": self._ring.is_drained(),
             "captured_tokens": self._captured_tokens,

@@ -119,11 +119,10 @@ def test_a_single_supervised_token_makes_no_anchor(tmp_path):
         source.read(0)
 
 
-@pytest.mark.parametrize("content", [None, "", " \n\n"])
-def test_missing_or_empty_file_is_a_config_error(tmp_path, content):
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_empty_file_is_a_config_error(tmp_path, content):
     path = tmp_path / "data.jsonl"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(content)
     with pytest.raises(ConfigError, match=r"data\.path"):
         conversations(path)
 

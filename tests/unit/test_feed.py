@@ -34,7 +34,13 @@ def feed(tmp_path: Path, owner: RingOwner) -> Iterator[tuple[RowFeed, RingConsum
     consumer = RingConsumer(endpoint=endpoint_in(tmp_path), worker_id="w", group="main", capacity=2)
     schema = consumer.schema(10)
     buffers = [RowBuffers.allocate(schema, CPU, torch.float32) for _ in range(2)]
-    rows = RowFeed(consumer, SlotLayout(schema), buffers, target_timeout_seconds=1.0)
+    rows = RowFeed(
+        consumer,
+        SlotLayout(schema),
+        buffers,
+        target_timeout_seconds=1.0,
+        stream_is_over=lambda: False,
+    )
     yield rows, consumer
     rows.close()
     consumer.close()

@@ -117,7 +117,7 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     (tmp_path / "target-0.summary.json").write_text(json.dumps(rows))
     (tmp_path / "workers").mkdir()
     for number, seconds in enumerate((2.0, 4.0)):
-        worker = {"trained_tokens": 1000, "train_seconds": seconds, "trained_rows": 1, "step": 1}
+        worker = {"trained_tokens": 9999, "tokens_per_second": 1000 / seconds, "step": 1}
         (tmp_path / "workers" / f"worker-{number}.summary.json").write_text(json.dumps(worker))
     line = summarize("demo", tmp_path, Outcome("finished"), 12.3456)
     assert line | rows == line
@@ -169,7 +169,10 @@ def test_progress_follows_the_group_that_is_behind() -> None:
     status = {
         "run": {"state": "running"}, "is_ready": True, "bottleneck": {"name": "target"},
         "target": {"tokens_per_second": 50.0, "total_rows": 9},
-        "groups": [group | {"trained_rows": 5}, group | {"trained_rows": 3, "loss": None}],
+        "groups": [
+            group | {"trained_rows": 9, "account": {"consumed": 5}},
+            group | {"trained_rows": 3, "account": None, "loss": None},
+        ],
     }  # fmt: skip
     assert rows_trained(status) == 3
     assert describe(status) == "target 50 tok/s, drafter 200 tok/s, loss 2.000, bottleneck target"

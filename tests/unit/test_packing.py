@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from services.target_server.data_config import DataTable
 from services.target_server.packing import RowStream, Sample, first_fit, make_row
 
-TABLE = DataTable(path=Path("unused"), row_tokens=128, max_documents=4, packing_window=3)
+TABLE = DataTable(path=Path(__file__), row_tokens=128, max_documents=4, packing_window=3)
 
 
 class ListedSamples:
