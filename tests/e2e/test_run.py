@@ -124,6 +124,17 @@ def test_a_resumed_worker_goes_on_from_its_checkpoint_and_no_row_is_lost(tmp_pat
     assert (logs / "second.log").read_text().count("step-000000") == 0
 
 
+@pytest.mark.timeout(200)
+def test_a_finished_run_started_again_has_nothing_to_do_and_ends_cleanly(tmp_path: Path) -> None:
+    config = make_run(tmp_path, num_conversations=60)
+    command = (UP, "up", "--config", config, "--set", "launcher.evaluate=false")
+    first, second = run_to_end(*command), run_to_end(*command)
+    assert first.returncode == second.returncode == 0, second.stderr
+    lines = [json.loads(done.stdout.splitlines()[-1]) for done in (first, second)]
+    assert lines[0]["rows_trained"] > 0
+    assert lines[1]["rows_published"] == lines[1]["rows_lost"] == 0
+
+
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     config = make_run(tmp_path, num_conversations=20_000)
     run = start(UP, "up", "--config", config)

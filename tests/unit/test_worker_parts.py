@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from common.errors import CheckpointError
@@ -110,14 +111,21 @@ def test_checkpoints_keep_the_first_and_the_newest_across_restarts(tmp_path: Pat
     assert torch.equal(tensors["0.master"], torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
 def test_a_checkpoint_that_fails_leaves_the_older_ones_and_nothing_of_itself(
-    tmp_path: Path,
+    tmp_path: Path, error: Exception
 ) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
 
     def full(_directory: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     with pytest.raises(CheckpointError, match="disk is full"):
         store.save(2, full, {}, {}, {})
@@ -142,3 +150,11 @@ def test_workers_claim_distinct_indexes_and_a_freed_one_is_taken_again(tmp_path:
     assert holder == {"pid": os.getpid(), "holder": "b"}
     for lock in (second_lock, third_lock):
         lock.release()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (0, 999_999, 1_000_000, 1_000_001):
+        newest = save(store, step)
+    assert store.newest() == newest
+    assert (tmp_path / "step-1000000").exists()
