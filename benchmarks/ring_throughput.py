@@ -94,6 +94,7 @@ def measure(slot_mib: int, num_rows: int) -> dict[str, object]:
         ) as owner:
             reader = subprocess.Popen([sys.executable, "-m", __spec__.name, "--consume", endpoint])
             publish(owner, source, 0, 4)  # the first rows fault the pages in
+            wait_for_releases(owner, reader, 4)  # and the reader has started
             start = time.perf_counter()
             publish(owner, source, 4, 4 + num_rows)
             owner.end(3 + num_rows)
