@@ -70,7 +70,7 @@ def consume(endpoint: Path) -> None:
             if consumer.is_settled:
                 consumer.mark_committed()
             continue
-        buffers.copy_from_slot(layout, lease.field)
+        buffers.copy_from_slot(layout, lease.memory)
         if not lease.is_intact(memoryview(buffers.token_ids.numpy()).cast("B")):
             sys.exit(f"row {lease.descriptor.sequence} is torn")
         lease.release()
@@ -127,7 +127,7 @@ def publish(owner: RingOwner, source: torch.Tensor, first: int, stop: int) -> No
         if slot is None:
             raise SystemExit("the ring stayed full for a minute")
         with slot:
-            slot_tensor(owner.layout, "aux_hidden_states", slot.field).copy_(source)
+            slot_tensor(owner.layout, "aux_hidden_states", slot.memory).copy_(source)
             slot.publish(sequence=sequence, split="train", used_tokens=len(source), documents=())
 
 

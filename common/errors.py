@@ -8,6 +8,7 @@
         StaleEpochError        a fenced owner tried to publish
         CorruptSlotError       a header or a checksum that does not hold
         SegmentError           shared memory that cannot be had: full, taken, foreign
+        GpuError               a call of the CUDA runtime that failed
       MessageError             a message that cannot be decoded; counted and dropped by receivers
       CaptureError
         CaptureMismatchError   features unlike the model's own hidden states, or of another width
@@ -51,6 +52,10 @@ class CorruptSlotError(RingError):
 
 class SegmentError(RingError):
     """Shared memory that cannot be had: full, taken, or foreign."""
+
+
+class GpuError(RingError):
+    """A call of the CUDA runtime failed; the message names the call and its error."""
 
 
 class MessageError(RingdraftError):

@@ -4,15 +4,14 @@ The ring deals in bytes; this file gives them dtype and shape. Views live as lon
 loan they come from: copy before it ends.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.contracts.rows import RowSchema
-from common.errors import RingError
-from common.ring.layout import Field, SlotLayout
+from common.ring.layout import SlotLayout
+from common.ring.slot_memory import SlotMemory
 
 _DTYPES = {
     "int32": torch.int32,
@@ -21,18 +20,34 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-FieldBytes = Callable[[str], memoryview]
-_CUDA_HOST_REGISTER_PORTABLE = 1
 
 
-def field_tensor(field: Field, memory: memoryview) -> Tensor:
-    """Return a view of a field's bytes with its dtype and shape."""
-    return torch.frombuffer(memory, dtype=_DTYPES[field.dtype]).view(field.shape)
+def slot_tensor(layout: SlotLayout, name: str, memory: SlotMemory) -> Tensor:
+    """Return a view of one field of a loaned or leased slot, on the device where the slot lies."""
+    field = layout.fields[name]
+    if memory.gpu is None:
+        view = memory.view[field.offset : field.offset + field.num_bytes]
+        raw = torch.frombuffer(view, dtype=torch.uint8)
+    else:
+        raw = torch.as_tensor(
+            _DeviceBytes(memory, field.offset, field.num_bytes),
+            device=torch.device("cuda", memory.gpu),
+        )
+    return raw.view(_DTYPES[field.dtype]).view(field.shape)
 
 
-def slot_tensor(layout: SlotLayout, name: str, field_bytes: FieldBytes) -> Tensor:
-    """Return a view of one field of a loaned or leased slot."""
-    return field_tensor(layout.fields[name], field_bytes(name))
+class _DeviceBytes:
+    """GPU memory that is not torch's; the tensor made of it keeps this, and this the mapping."""
+
+    def __init__(self, memory: SlotMemory, offset: int, num_bytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address + offset, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 @dataclass
@@ -58,31 +73,12 @@ class RowBuffers:
             aux_hidden_states=torch.zeros(tokens, width, dtype=dtype, device=device),
         )
 
-    def copy_from_slot(self, layout: SlotLayout, field_bytes: FieldBytes) -> None:
-        """Copy a leased slot in; asynchronous on CUDA where the segment is pinned."""
+    def copy_from_slot(self, layout: SlotLayout, memory: SlotMemory) -> None:
+        """Copy a leased slot in; on CUDA it is enqueued on the current stream."""
         for name, tensor in vars(self).items():
-            tensor.copy_(slot_tensor(layout, name, field_bytes), non_blocking=True)
+            tensor.copy_(slot_tensor(layout, name, memory), non_blocking=True)
 
     def copy_from(self, other: "RowBuffers") -> None:
         """Copy another set of buffers in, on the current stream."""
         for name, tensor in vars(self).items():
             tensor.copy_(getattr(other, name), non_blocking=True)
-
-
-def pin(memory: memoryview) -> None:
-    """Register a mapping with CUDA in this process, so that its copies are asynchronous."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.init()
-    code = torch.cuda.cudart().cudaHostRegister(
-        address, memory.nbytes, _CUDA_HOST_REGISTER_PORTABLE
-    )
-    if int(code) != 0:
-        raise RingError(
-            f"cudaHostRegister of {memory.nbytes} bytes failed with code {int(code)}; "
-            f"lower ring.num_slots, or raise the memory-lock limit"
-        )
-
-
-def unpin(memory: memoryview) -> None:
-    """Undo `pin`; call before the mapping is closed."""
-    torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())

@@ -162,7 +162,7 @@ class Trainer:
 
     def _train_on(self, lease: Lease) -> None:
         sequence = lease.descriptor.sequence
-        copied = bytes(lease.field("token_ids"))
+        copied = lease.read("token_ids")
         if self._num_copied == self._plan.hold_at:
             self._hold(sequence)
         self._num_copied += 1

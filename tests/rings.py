@@ -24,7 +24,7 @@ from common.contracts.rows import DocumentSpan, RowSchema
 from common.contracts.sequences import SequenceSet
 from common.ring.book import PublishedRow
 from common.ring.consumer import RingConsumer
-from common.ring.layout import PAGE_BYTES, unpack_documents
+from common.ring.layout import unpack_documents
 from common.ring.lease import Lease
 from common.ring.owner import RingOwner
 from common.ring.protocol import OwnerProtocol
@@ -81,8 +81,8 @@ def publish(owner: RingOwner, sequence: int, timeout: float = 10.0) -> None:
     assert writable is not None, "the ring stayed full"
     with writable:
         for name in ("token_ids", "aux_hidden_states"):
-            view = writable.field(name)
-            view[:] = pattern(sequence) * len(view)
+            num_bytes = owner.layout.fields[name].num_bytes
+            writable.write(name, pattern(sequence) * num_bytes)
         documents = (DocumentSpan(sample_id=sequence, tag=0, start=0, length=100),)
         writable.publish(sequence=sequence, split="train", used_tokens=100, documents=documents)
 
@@ -132,17 +132,16 @@ class Reader:
 
     def documents(self, sequence: int) -> tuple[DocumentSpan, ...]:
         lease = self._leases[sequence]
-        return unpack_documents(lease.field("documents"), lease.header().num_documents)
+        return unpack_documents(lease.read("documents"), lease.header().num_documents)
 
     def copy(self, sequence: int, name: str = "token_ids") -> bytes:
-        return bytes(self._leases[sequence].field(name))
+        return self._leases[sequence].read(name)
 
     def is_intact(self, sequence: int, token_ids: bytes) -> bool:
         return self._leases[sequence].is_intact(token_ids)
 
     def is_payload_intact(self, sequence: int) -> bool:
-        lease = self._leases[sequence]
-        return lease.is_payload_intact(bytes(lease.view[PAGE_BYTES:]))
+        return self._leases[sequence].is_payload_intact()
 
     def release(self, sequence: int) -> None:
         self._leases[sequence].release()
@@ -163,7 +162,7 @@ class Reader:
         return self._consumer.is_settled, self._consumer.is_drained, self._consumer.consumed
 
     def has_ring(self) -> bool:
-        return self._consumer.memory is not None
+        return self._consumer.backing is not None
 
     def next_row(self, timeout: float = WATCHDOG_SECONDS) -> int | None:
         """Go all the way with one row, if one comes: copy, check, release, train."""

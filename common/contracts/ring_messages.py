@@ -41,9 +41,9 @@ class SegmentRef(Record):
     """Where the slots of a ring are."""
 
     backing: Literal["host", "cuda_ipc", "memory"]
-    name: str
-    num_bytes: Count
-    num_slots: Count
+    name: Name
+    num_bytes: Annotated[int, Field(ge=1)]
+    num_slots: Annotated[int, Field(ge=1)]
     owner_pid: Count
     gpu_uuid: str = ""
     handle: bytes = b""

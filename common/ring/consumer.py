@@ -33,10 +33,11 @@ from common.contracts.ring_messages import (
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
 from common.errors import LayoutMismatchError, MessageError, SegmentError
+from common.ring.backings import attach
 from common.ring.endpoint import Caller
 from common.ring.layout import SlotLayout
 from common.ring.lease import Lease
-from common.ring.segment import Segment, attach
+from common.ring.segment import Segment
 from common.ring.worker_protocol import WorkerProtocol
 
 HELLO_SECONDS = 0.5
@@ -59,8 +60,10 @@ class RingConsumer:
         group: str,
         capacity: int,
         consumed: SequenceSet | None = None,
+        gpu: int | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._gpu = gpu
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._protocol = WorkerProtocol(
@@ -102,10 +105,10 @@ class RingConsumer:
         return welcome.total_rows if welcome is not None else None
 
     @property
-    def memory(self) -> memoryview | None:
-        """The owner's whole segment, once welcomed; another one after the owner's restart."""
+    def backing(self) -> str | None:
+        """The kind of memory that the owner's ring is in, once welcomed."""
         segment = self._segment
-        return segment.view[:] if segment is not None else None
+        return segment.ref.backing if segment is not None else None
 
     def acquire(self, timeout: float) -> Lease | None:
         """READY -lease-> LEASED, by the owner: return the next lease, or None after `timeout`."""
@@ -200,7 +203,7 @@ class RingConsumer:
                 f"data config, restart the workers as well"
             )
         try:
-            self._segment = attach(welcome.segment)
+            self._segment = attach(welcome.segment, self._gpu)
         except SegmentError as error:
             self._attach_failures += 1
             if self._attach_failures >= _ATTACH_ATTEMPTS:
@@ -215,9 +218,8 @@ class RingConsumer:
     def _on_descriptor(self, told: Descriptor) -> None:
         segment, layout = self._segment, self._layout
         if segment is not None and layout is not None and self._protocol.take(told):
-            start = told.lease.slot * layout.slot_bytes
-            view = segment.view[start : start + layout.slot_bytes]
-            self._waiting.append(Lease(self, told, view, layout))
+            memory = segment.slot(told.lease.slot)
+            self._waiting.append(Lease(self, told, memory, layout))
 
     def _on_refused(self, refused: Refused) -> None:
         if self._protocol.is_refused(refused):

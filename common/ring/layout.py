@@ -62,6 +62,8 @@ class SlotLayout:
         self.schema = schema
         self.fingerprint = schema.fingerprint
         self.fields = {field.name: field for field in _place_fields(schema)}
+        self.head_bytes = self.fields["aux_hidden_states"].offset
+        """Header page and small fields: everything in front of the hidden states."""
         last = list(self.fields.values())[-1]
         self.slot_bytes = last.offset + _round_up(last.num_bytes)
         self.payload_bytes = self.slot_bytes - PAGE_BYTES

@@ -7,7 +7,7 @@ import xxhash
 from common.contracts.ring_messages import Descriptor, NackReason
 from common.errors import CorruptSlotError
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, unpack_header
-from common.ring.segment import fence
+from common.ring.slot_memory import SlotMemory
 
 
 class LeaseHolder(Protocol):
@@ -21,29 +21,23 @@ class Lease:
     """The timed right to copy one slot; ends with `release` or `nack`."""
 
     def __init__(
-        self, holder: LeaseHolder, descriptor: Descriptor, view: memoryview, layout: SlotLayout
+        self, holder: LeaseHolder, descriptor: Descriptor, memory: SlotMemory, layout: SlotLayout
     ) -> None:
         self._holder = holder
         self._layout = layout
         self.descriptor = descriptor
-        self.view = view
+        self.memory = memory
         self.is_open = True
         """Until the first `release` or `nack`; the holder's to change."""
 
-    def field(self, name: str) -> memoryview:
-        """Return the bytes of a field in the slot; they may change once the lease is over."""
+    def read(self, name: str) -> bytes:
+        """Return a copy of a field's bytes."""
         field = self._layout.fields[name]
-        return self.view[field.offset : field.offset + field.num_bytes]
-
-    @property
-    def payload(self) -> memoryview:
-        """The slot behind its header."""
-        return self.view[PAGE_BYTES:]
+        return self.memory.read(field.offset, field.num_bytes)
 
     def header(self) -> SlotHeader:
         """Read the slot's header; raise `CorruptSlotError` where a writer is at work."""
-        fence()
-        return unpack_header(bytes(self.view[:PAGE_BYTES]))
+        return unpack_header(self.memory.read_header())
 
     def is_intact(self, token_ids: bytes | memoryview) -> bool:
         """Compare the header with the descriptor after the copy (R1), and the copied tokens' hash.
@@ -55,12 +49,15 @@ class Lease:
         told = self.descriptor.token_hash
         return header is not None and xxhash.xxh3_64_intdigest(token_ids) == told
 
-    def is_payload_intact(self, payload: bytes | memoryview) -> bool:
-        """Check a payload against the header's checksum, where the owner writes one."""
+    def is_payload_intact(self) -> bool:
+        """Check the slot's payload against the header's checksum, where the owner writes one."""
         header = self._matching_header()
         if header is None:
             return False
-        return header.payload_hash == 0 or xxhash.xxh3_64_intdigest(payload) == header.payload_hash
+        if header.payload_hash == 0:
+            return True
+        # A slot with a checksum is in host memory: its view is all of it.
+        return xxhash.xxh3_64_intdigest(self.memory.view[PAGE_BYTES:]) == header.payload_hash
 
     def release(self) -> None:
         """The copy is done: free the slot. The staging buffer stays busy."""
@@ -71,7 +68,7 @@ class Lease:
         self._holder.finish(self, reason)
 
     def _matching_header(self) -> SlotHeader | None:
-        # SYNC POINT (R1): the copy is over before the header is read; `header` fences.
+        # SYNC POINT (R1): the copy is over before the header is read.
         try:
             header = self.header()
         except CorruptSlotError:

@@ -28,12 +28,14 @@ from common.contracts.ring_messages import OWNER_DECODER
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
 from common.errors import MessageError, StaleEpochError
+from common.ring.backings import Backing
 from common.ring.book import PublishedRow
 from common.ring.endpoint import Listener
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
 from common.ring.protocol import OwnerProtocol
 from common.ring.reports import ring_report
-from common.ring.segment import SEGMENT_PREFIX, HostSegment, MemorySegment, fence
+from common.ring.segment import SEGMENT_PREFIX, HostSegment
+from common.ring.slot_memory import SlotMemory
 from common.ring.writable import WritableSlot
 
 TICK_SECONDS = 0.1
@@ -57,7 +59,8 @@ class RingOwner:
         groups: dict[str, GroupTable],
         total_rows: int | None = None,
         settled: dict[str, SequenceSet] | None = None,
-        backing: type[HostSegment] | type[MemorySegment] = HostSegment,
+        backing: Backing = HostSegment,
+        gpu: int | None = None,
         transport_reason: str = "",
     ) -> None:
         self.layout = SlotLayout(schema)
@@ -71,7 +74,13 @@ class RingOwner:
         self._stop = threading.Event()
         self._is_closed = False
         name = segment_name(run, endpoint, self.ring_epoch)
-        self._segment = backing.create(name, table.num_slots, self.layout.slot_bytes)
+        self._segment = backing.create(
+            name,
+            table.num_slots,
+            self.layout.slot_bytes,
+            head_bytes=self.layout.head_bytes,
+            gpu=gpu,
+        )
         try:
             self._protocol = OwnerProtocol(
                 self.ring_epoch,
@@ -94,11 +103,6 @@ class RingOwner:
         self._thread = threading.Thread(target=self._run, name="ring-owner", daemon=True)
         self._thread.start()
 
-    @property
-    def memory(self) -> memoryview:
-        """The whole segment."""
-        return self._segment.view
-
     def loan(self, timeout: float) -> WritableSlot | None:
         """FREE -loan-> WRITING: return a slot, or None where the ring stays full.
 
@@ -112,17 +116,17 @@ class RingOwner:
                     return None
                 until = min(deadline, self._opens_at) if now < self._opens_at else deadline
                 self._slot_freed.wait(until - now)
-        start = slot * self.layout.slot_bytes
-        view = self._segment.view[start : start + self.layout.slot_bytes]
+        memory = self._segment.slot(slot)
         # SYNC POINT (R1): the old generation is gone before the first byte of the new payload.
-        view[:PAGE_BYTES] = bytes(PAGE_BYTES)
-        fence()
-        return WritableSlot(self, slot, view)
+        memory.invalidate()
+        return WritableSlot(self, slot, memory)
 
-    def publish_slot(self, slot: int, view: memoryview, row: PublishedRow, documents: int) -> None:
+    def publish_slot(
+        self, slot: int, memory: SlotMemory, row: PublishedRow, documents: int
+    ) -> None:
         """WRITING -publish-> PUBLISHED: write the header and announce the row."""
         layout = self.layout
-        payload_hash = xxhash.xxh3_64_intdigest(view[PAGE_BYTES:]) if self._checksum else 0
+        payload_hash = xxhash.xxh3_64_intdigest(memory.view[PAGE_BYTES:]) if self._checksum else 0
         with self._lock:
             self._check_open()
             header = SlotHeader(
@@ -138,10 +142,8 @@ class RingOwner:
                 payload_hash=payload_hash,
                 schema_fingerprint=layout.fingerprint,
             )
-            packed = pack_header(header)
             # SYNC POINT: payload, then header, then the announcement; the socket orders the rest.
-            fence()
-            view[: len(packed)] = packed
+            memory.publish_header(pack_header(header))
             self._protocol.publish(slot, row, time.monotonic())
             self._nudge()
 

@@ -6,6 +6,7 @@ flock on it for life: a segment whose lock can be taken has no owner and is recl
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -13,13 +14,15 @@ import mmap
 import os
 import re
 import stat
-import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Protocol
 
 from common.contracts.ring_messages import SegmentRef
 from common.errors import ConfigError, LayoutMismatchError, SegmentError
+from common.ring import cuda
+from common.ring.slot_memory import HostSlot, SlotMemory
 
 SEGMENT_DIRECTORY = Path("/dev/shm")
 SEGMENT_PREFIX = "ringdraft-"
@@ -27,15 +30,20 @@ SEGMENT_PREFIX = "ringdraft-"
 PATIENCE_SECONDS = 5.0
 _NAME = re.compile(rf"{SEGMENT_PREFIX}[A-Za-z0-9._-]{{1,40}}-[0-9]+-[0-9a-f]{{8}}-[0-9a-f]{{16}}")
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-_turnstile = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
 class Segment(Protocol):
-    """One ring's memory in this process."""
+    """One ring's memory in this process.
+
+    Each backing has `create` (name, slots, their bytes; the owner) and `attach` (what a Welcome
+    says; a reader). Memory outlives `close` for as long as a slot of it is held.
+    """
 
     ref: SegmentRef
-    view: memoryview
+
+    def slot(self, index: int) -> SlotMemory:
+        """Return one slot's bytes."""
 
     def is_removed(self) -> bool:
         """Whether the owner is gone, or is going, and nobody can attach any more."""
@@ -45,18 +53,27 @@ class Segment(Protocol):
 
 
 class HostSegment:
-    """A file in /dev/shm, mapped. Create it as the owner or attach to it as a reader."""
+    """A file in /dev/shm, mapped, and pinned where this process has a GPU."""
 
-    def __init__(self, ref: SegmentRef, descriptor: int, *, is_owner: bool) -> None:
+    def __init__(
+        self, ref: SegmentRef, descriptor: int, *, is_owner: bool, gpu: int | None = None
+    ) -> None:
         self.ref = ref
         self._path = SEGMENT_DIRECTORY / ref.name
         self._is_owner = is_owner
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, ref.num_bytes)
+        self._mapping: _Mapping | None = _Mapping(mmap.mmap(descriptor, ref.num_bytes), gpu)
         self._descriptor = descriptor
-        self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, name: str, num_slots: int, slot_bytes: int) -> "HostSegment":
+    def create(
+        cls,
+        name: str,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        head_bytes: int = 0,  # noqa: ARG003 - the CPU reaches all of a slot
+        gpu: int | None = None,
+    ) -> "HostSegment":
         """Make and lock a segment; raise `ConfigError` where it does not fit."""
         num_bytes = num_slots * slot_bytes
         if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
@@ -67,14 +84,14 @@ class HostSegment:
             _allocate(descriptor, num_slots, slot_bytes)
             ref = SegmentRef(backing="host", name=name, num_bytes=num_bytes, num_slots=num_slots,
                              owner_pid=os.getpid())  # fmt: skip
-            return cls(ref, descriptor, is_owner=True)
+            return cls(ref, descriptor, is_owner=True, gpu=gpu)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
 
     @classmethod
-    def attach(cls, ref: SegmentRef) -> "HostSegment":
+    def attach(cls, ref: SegmentRef, gpu: int | None = None) -> "HostSegment":
         """Map an owner's segment; its name and size come from the wire and are checked."""
         if _NAME.fullmatch(ref.name) is None:
             raise LayoutMismatchError(f"segment name {ref.name!r} is not a ring's; message refused")
@@ -88,32 +105,32 @@ class HostSegment:
             ) from error
         try:
             size = os.fstat(descriptor).st_size
-            if size != ref.num_bytes or size == 0:
+            if size != ref.num_bytes:
                 raise LayoutMismatchError(
                     f"segment {path}: got {size} bytes, expected {ref.num_bytes}"
                 )
-            return cls(ref, descriptor, is_owner=False)
+            return cls(ref, descriptor, is_owner=False, gpu=gpu)
         except BaseException:
             os.close(descriptor)
             raise
+
+    def slot(self, index: int) -> HostSlot:
+        """Return one slot's bytes; raise `SegmentError` after `close`."""
+        if self._mapping is None:
+            raise SegmentError(f"segment {self._path} is closed")
+        return self._mapping.slot(index, self.ref.num_bytes // self.ref.num_slots)
 
     def is_removed(self) -> bool:
         """Whether the file is gone from /dev/shm: its owner closed it, or it was reclaimed."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Unmap; the owner removes the file first, so no newcomer attaches to a dying ring.
-
-        Memory that is still viewed stays mapped until the last view of it is gone.
-        """
-        if self._map is None:
+        """Unmap; the owner removes the file first, so no newcomer attaches to a dying ring."""
+        if self._mapping is None:
             return
         if self._is_owner:
             self._path.unlink(missing_ok=True)
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
-        self._map, self.view = None, memoryview(b"")
+        self._mapping = None
         os.close(self._descriptor)
 
 
@@ -122,29 +139,41 @@ class MemorySegment:
 
     _named: dict[str, "MemorySegment"] = {}
 
-    def __init__(self, ref: SegmentRef, view: memoryview) -> None:
+    def __init__(self, ref: SegmentRef, mapping: "_Mapping") -> None:
         self.ref = ref
-        self.view = view
+        self.mapping = mapping
 
     @classmethod
-    def create(cls, name: str, num_slots: int, slot_bytes: int) -> "MemorySegment":
+    def create(
+        cls,
+        name: str,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        head_bytes: int = 0,  # noqa: ARG003 - the CPU reaches all of a slot
+        gpu: int | None = None,
+    ) -> "MemorySegment":
         """Make a segment under a name that is not in use."""
         if name in cls._named:
             raise ConfigError(f"memory segment {name!r} exists already")
         num_bytes = num_slots * slot_bytes
         ref = SegmentRef(backing="memory", name=name, num_bytes=num_bytes, num_slots=num_slots,
                          owner_pid=os.getpid())  # fmt: skip
-        segment = cls(ref, memoryview(mmap.mmap(-1, num_bytes)))
+        segment = cls(ref, _Mapping(mmap.mmap(-1, num_bytes), gpu))
         cls._named[name] = segment
         return segment
 
     @classmethod
-    def attach(cls, ref: SegmentRef) -> "MemorySegment":
+    def attach(cls, ref: SegmentRef, gpu: int | None = None) -> "MemorySegment":  # noqa: ARG003
         """Find the owner's segment."""
         owner = cls._named.get(ref.name)
         if owner is None or owner.ref.num_bytes != ref.num_bytes:
             raise SegmentError(f"memory segment {ref.name!r} is not of this process")
-        return cls(ref, owner.view)
+        return cls(ref, owner.mapping)
+
+    def slot(self, index: int) -> HostSlot:
+        """Return one slot's bytes."""
+        return self.mapping.slot(index, self.ref.num_bytes // self.ref.num_slots)
 
     def is_removed(self) -> bool:
         """Whether the owner has closed it."""
@@ -156,20 +185,33 @@ class MemorySegment:
             del self._named[self.ref.name]
 
 
-BACKINGS: dict[str, type[HostSegment] | type[MemorySegment]] = {
-    "host": HostSegment,
-    "memory": MemorySegment,
-}
+class _Mapping:
+    """Mapped bytes; unpinned and unmapped when the segment and every slot of it are let go.
+
+    A copy by the GPU may be under way when its ring ends: unpinning under it is an error of CUDA.
+    """
+
+    def __init__(self, memory: mmap.mmap, gpu: int | None) -> None:
+        self.view = memoryview(memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        num_pinned = 0
+        if gpu is not None:
+            cuda.use(gpu)
+            cuda.register(self.address, len(memory))
+            num_pinned = len(memory)
+        weakref.finalize(self, _unmap, memory, self.view, self.address, num_pinned)
+
+    def slot(self, index: int, slot_bytes: int) -> HostSlot:
+        start = index * slot_bytes
+        return HostSlot(self.view[start : start + slot_bytes], self.address + start, self)
 
 
-def attach(ref: SegmentRef) -> Segment:
-    """Map the segment a Welcome names."""
-    backing = BACKINGS.get(ref.backing)
-    if backing is None:
-        raise LayoutMismatchError(
-            f"segment {ref.name!r}: backing {ref.backing!r} is not known here"
-        )
-    return backing.attach(ref)
+def _unmap(memory: mmap.mmap, view: memoryview, address: int, num_pinned: int) -> None:
+    """What is still viewed stays mapped until the last view of it is gone."""
+    cuda.unregister(address, num_pinned)
+    with contextlib.suppress(BufferError):
+        view.release()
+        memory.close()
 
 
 def reclaim_dead_segments() -> int:
@@ -199,17 +241,6 @@ def reclaim_dead_segments() -> int:
         finally:
             os.close(descriptor)
     return reclaimed
-
-
-def fence() -> None:
-    """Order this thread's loads and stores before the call against those after it (R1).
-
-    A lock's atomics are the only fence Python has: on x86 one is a full barrier, on Arm an unlock
-    followed by a lock is.
-    """
-    for _ in range(2):
-        with _turnstile:
-            pass
 
 
 def _create_locked(path: Path) -> int:

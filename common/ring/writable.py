@@ -8,6 +8,7 @@ from common.contracts.rows import DocumentSpan, Split
 from common.errors import CorruptSlotError, SlotStateError
 from common.ring.book import PublishedRow
 from common.ring.layout import SlotLayout, pack_documents
+from common.ring.slot_memory import SlotMemory
 
 
 class SlotHolder(Protocol):
@@ -15,7 +16,9 @@ class SlotHolder(Protocol):
 
     layout: SlotLayout
 
-    def publish_slot(self, slot: int, view: memoryview, row: PublishedRow, documents: int) -> None:
+    def publish_slot(
+        self, slot: int, memory: SlotMemory, row: PublishedRow, documents: int
+    ) -> None:
         """Write the header and announce the row; where this raises, nothing was announced."""
 
     def abort_slot(self, slot: int) -> None:
@@ -25,16 +28,31 @@ class SlotHolder(Protocol):
 class WritableSlot:
     """The right to write one slot; ends with `publish` or `abort`. An exception aborts."""
 
-    def __init__(self, holder: SlotHolder, slot: int, view: memoryview) -> None:
+    def __init__(self, holder: SlotHolder, slot: int, memory: SlotMemory) -> None:
         self._holder = holder
         self._is_open = True
         self.slot = slot
-        self.view = view
+        self.memory = memory
 
     def field(self, name: str) -> memoryview:
-        """Return the bytes of a field."""
+        """Return a field's bytes, to be written; of a slot in GPU memory only the small fields'."""
         field = self._holder.layout.fields[name]
-        return self.view[field.offset : field.offset + field.num_bytes]
+        view = self.memory.view[field.offset : field.offset + field.num_bytes]
+        if len(view) != field.num_bytes:
+            raise SlotStateError(
+                f"slot {self.slot}, field {name!r} is in GPU memory: write it through its address"
+            )
+        return view
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Fill a field from host bytes, wherever the slot lies."""
+        field = self._holder.layout.fields[name]
+        if len(data) != field.num_bytes:
+            raise CorruptSlotError(
+                f"slot {self.slot}, field {name!r}: got {len(data)} bytes, expected "
+                f"{field.num_bytes}; the field is not written"
+            )
+        self.memory.write(field.offset, data)
 
     def publish(
         self,
@@ -53,9 +71,13 @@ class WritableSlot:
             table = pack_documents(documents)
             self.field("documents")[: len(table)] = table
             row = PublishedRow(
-                sequence, split, used_tokens, layout.payload_bytes, layout.hash_tokens(self.view)
+                sequence,
+                split,
+                used_tokens,
+                layout.payload_bytes,
+                layout.hash_tokens(self.memory.view),
             )
-            self._holder.publish_slot(self.slot, self.view, row, len(documents))
+            self._holder.publish_slot(self.slot, self.memory, row, len(documents))
         except BaseException:
             self.abort()
             raise

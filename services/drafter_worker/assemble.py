@@ -12,7 +12,7 @@ from common.contracts.rows import RowSchema
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.telemetry.metrics import MetricsLog
-from common.tensors import RowBuffers, pin, unpin
+from common.tensors import RowBuffers
 from services.drafter_worker.build import (
     build_stepper,
     build_trainee,
@@ -51,6 +51,7 @@ def open_worker(
                 group=training.group,
                 capacity=config.ring.capacity,
                 consumed=trainee.consumed,
+                gpu=torch.cuda.current_device() if run.device == "cuda" else None,
             )
         )
     )
@@ -59,9 +60,6 @@ def open_worker(
     if schema is None:
         return None
     check_schema(schema, config, trainee)
-    if run.device == "cuda" and consumer.memory is not None:
-        pin(consumer.memory)
-        stack.callback(unpin, consumer.memory)
     enter("compiling")
     stepper = build_stepper(config, trainee, schema)
     feed = stack.enter_context(

@@ -61,7 +61,9 @@ class RowFeed:
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self.num_rejected = 0
-        self._stream = torch.cuda.Stream() if buffers[0].token_ids.device.type == "cuda" else None
+        on_cuda = buffers[0].token_ids.device.type == "cuda"
+        self._stream = torch.cuda.Stream() if on_cuda else None
+        self._token_ids = torch.empty_like(buffers[0].token_ids, device="cpu", pin_memory=on_cuda)
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -125,13 +127,15 @@ class RowFeed:
         A torn copy means that the lease is over: its nack is stale and costs no attempt.
         """
         with torch.cuda.stream(self._stream):  # no stream: a no-op on the CPU
-            buffers.copy_from_slot(self._layout, lease.field)
-            # Waits for the copies above; the hash is of the copy, not of the slot.
-            token_ids = buffers.token_ids.cpu().numpy()
+            buffers.copy_from_slot(self._layout, lease.memory)
+            # The hash is of the copy, not of the slot.
+            self._token_ids.copy_(buffers.token_ids, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
         # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
-        if not lease.is_intact(memoryview(token_ids).cast("B")):
+        if not lease.is_intact(memoryview(self._token_ids.numpy()).cast("B")):
             return "torn"
-        return None if lease.is_payload_intact(lease.payload) else "corrupt"
+        return None if lease.is_payload_intact() else "corrupt"
 
     def _check_target(self) -> None:
         silent = self._consumer.silent_seconds

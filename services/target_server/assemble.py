@@ -25,6 +25,7 @@ from common.target.loading import (
     load_tokenizer,
     resolve_target_layer_ids,
 )
+from services.target_server.announcer import Announcer
 from services.target_server.capture import Capture
 from services.target_server.checks import check_target
 from services.target_server.config import TargetServerConfig
@@ -32,7 +33,7 @@ from services.target_server.conversations import Conversations
 from services.target_server.packing import RowStream
 from services.target_server.recipes import RecipeBook
 from services.target_server.server import TargetServer
-from services.target_server.transport import choose_transport, pinned
+from services.target_server.transport import choose_transport, transport_that_fits
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def open_server(
     run = config.run
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    reason = choose_transport(run, config.ring)
+    gpu = torch.cuda.current_device() if run.device == "cuda" else None
+    transport = choose_transport(run, config.ring, gpu)
     description = describe_target(config.target)
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
     tokenizer = load_tokenizer(config.target)
@@ -59,7 +61,12 @@ def open_server(
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
     schema = make_schema(config, description, layer_ids, template_fingerprint(tokenizer, kwargs))
+    layout = SlotLayout(schema)
     reclaim_dead_segments()
+    transport = transport_that_fits(
+        transport, config.ring, config.ring.num_slots * layout.slot_bytes
+    )
+    _log.info("transport %s", transport.reason)
     ring = stack.enter_context(
         RingOwner(
             endpoint=run.directory / "target-0.sock",
@@ -69,15 +76,16 @@ def open_server(
             groups=config.groups,
             total_rows=total_rows,
             settled={name: committed_rows(run, name) for name in config.groups},
-            transport_reason=reason,
+            backing=transport.backing,
+            gpu=transport.gpu,
+            transport_reason=transport.reason,
         )
     )
-    if run.device == "cuda":
-        stack.enter_context(pinned(ring))
     return TargetServer(
         target=str(config.target.model),
         recipes=RecipeBook(stream.rows(), ring),
-        capture=Capture(model, tap, SlotLayout(schema), is_packed=checks.is_packed),
+        capture=Capture(model, tap, layout, is_packed=checks.is_packed),
+        announcer=stack.enter_context(Announcer()),
         ring=ring,
         checks=checks,
         total_rows=total_rows,

@@ -1,6 +1,9 @@
 """Runs the target over a packed row and writes what a drafter needs into a slot."""
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import NonFiniteTensorError
@@ -9,6 +12,29 @@ from common.ring.owner import WritableSlot
 from common.target.features import FeatureTap, run_packed, run_separately
 from common.tensors import slot_tensor
 from services.target_server.packing import PackedRow
+
+_SMALL_FIELDS = ("token_ids", "document_ids", "position_ids", "loss_mask")
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """Copies into a slot that may still be under way, and what they read from."""
+
+    row: PackedRow
+    features: Tensor
+    is_finite: Tensor  # [] bool on the host, valid after the event
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Return when the slot is filled; raise `NonFiniteTensorError` for NaN and infinity."""
+        if self.event is not None:
+            self.event.synchronize()
+        if not self.is_finite:
+            samples = [document.sample_id for document in self.row.documents]
+            raise NonFiniteTensorError(
+                f"row {self.row.sequence} (samples {samples}): the target's hidden states hold NaN "
+                f"or infinity; run the target in bfloat16 or float32"
+            )
 
 
 class Capture:
@@ -22,11 +48,12 @@ class Capture:
         self._layout = layout
         self._run = run_packed if is_packed else run_separately
         self._device = next(model.parameters()).device
+        self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
-    def write(self, row: PackedRow, slot: WritableSlot) -> None:
-        """Fill every field of the slot; on return the copies are complete (publish may follow)."""
-        for name in ("token_ids", "document_ids", "position_ids", "loss_mask"):
-            self._tensor(name, slot).copy_(torch.from_numpy(getattr(row, name)))
+    def write(self, row: PackedRow, slot: WritableSlot) -> RowCopies:
+        """Run the target and fill every field of the slot; wait for the result before publishing."""
+        for name in _SMALL_FIELDS:
+            slot.field(name)[:] = memoryview(getattr(row, name)).cast("B")
         used = row.used_tokens
         features = self._run(
             self._model,
@@ -34,18 +61,25 @@ class Capture:
             torch.from_numpy(row.token_ids[:used]).to(self._device),
             torch.from_numpy(row.position_ids[:used]).to(self._device),
         )
-        if not torch.isfinite(features).all():
-            samples = [document.sample_id for document in row.documents]
-            raise NonFiniteTensorError(
-                f"row {row.sequence} (samples {samples}): the target's hidden states hold NaN or "
-                f"infinity; run the target in bfloat16 or float32"
-            )
-        aux_hidden_states = self._tensor("aux_hidden_states", slot)
-        aux_hidden_states[:used].copy_(features)
-        # Nobody attends to padding, but what an older row left there may not stay finite.
-        aux_hidden_states[used:].zero_()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        is_finite = torch.isfinite(features).all()
+        aux_hidden_states = slot_tensor(self._layout, "aux_hidden_states", slot.memory)
+        if self._stream is None:
+            fill(aux_hidden_states, features)
+            return RowCopies(row, features, is_finite, None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            fill(aux_hidden_states, features)
+            told = torch.empty((), dtype=torch.bool, pin_memory=True)
+            told.copy_(is_finite, non_blocking=True)
+            event = self._stream.record_event(torch.cuda.Event(blocking=True))
+        return RowCopies(row, features, told, event)
 
-    def _tensor(self, name: str, slot: WritableSlot) -> torch.Tensor:
-        return slot_tensor(self._layout, name, slot.field)
+
+def fill(
+    aux_hidden_states: Tensor,  # [T, L*H] of the slot
+    features: Tensor,  # [used, L*H]
+) -> None:
+    """Copy features in, and zero what an older row left behind them: it may not stay finite."""
+    used = len(features)
+    aux_hidden_states[:used].copy_(features, non_blocking=True)
+    aux_hidden_states[used:].zero_()

@@ -1,7 +1,7 @@
 """The target server's loop.
 
-conversations -> packed rows -> target forward -> slot -> announce
-     (RecipeBook)               (Capture)      (RingOwner, its own thread)
+conversations -> packed rows -> target forward -> slot -> announce -> lease
+     (RecipeBook)               (Capture)         (Announcer)  (RingOwner: a thread each)
 
 consumes  conversations, and sequences to be captured again
 produces  published rows
@@ -20,6 +20,7 @@ from common.contracts.control_messages import Command, Phase, TargetReport
 from common.lifecycle import write_atomically
 from common.ring.owner import RingOwner, WritableSlot
 from common.telemetry.control_link import ServiceState
+from services.target_server.announcer import Announcer
 from services.target_server.capture import Capture
 from services.target_server.checks import TargetChecks
 from services.target_server.packing import PackedRow
@@ -39,6 +40,7 @@ class TargetServer:
         target: str,
         recipes: RecipeBook,
         capture: Capture,
+        announcer: Announcer,
         ring: RingOwner,
         checks: TargetChecks,
         total_rows: int | None,
@@ -49,6 +51,7 @@ class TargetServer:
         self._target = target
         self._recipes = recipes
         self._capture = capture
+        self._announcer = announcer
         self._ring = ring
         self._checks = checks
         self._total_rows = total_rows
@@ -56,8 +59,6 @@ class TargetServer:
         self._summary = summary
         self._stop = stop
         self._paused = threading.Event()
-        self._num_captured = 0
-        self._captured_tokens = 0
         self._capture_seconds = 0.0
         self._blocked_seconds = 0.0
         self._started_at = time.monotonic()
@@ -73,8 +74,9 @@ class TargetServer:
             slot = self._loan()
             if slot is None:
                 break
-            with slot:
-                self._capture_into(slot, row)
+            self._capture_into(slot, row)
+        self._announcer.close()
+        self._announcer.raise_failure()
         self._write_summary()
         self.phase = "done"
 
@@ -84,16 +86,16 @@ class TargetServer:
         report = TargetReport(
             target=self._target,
             total_rows=self._total_rows,
-            captured_tokens=self._captured_tokens,
+            captured_tokens=self._announcer.num_tokens,
             capture_seconds=self._capture_seconds,
             blocked_seconds=self._blocked_seconds,
-            tokens_per_second=self._captured_tokens / seconds if seconds > 0 else 0.0,
+            tokens_per_second=self._announcer.num_tokens / seconds if seconds > 0 else 0.0,
             skipped_samples=self._skipped_samples(),
             checks=self._checks.results,
             ring=self._ring.report(),
         )
         return ServiceState(
-            self.phase, f"row {self._recipes.last_sequence}", self._num_captured, report
+            self.phase, f"row {self._recipes.last_sequence}", self._announcer.num_rows, report
         )
 
     def obey(self, command: Command) -> None:
@@ -106,6 +108,7 @@ class TargetServer:
             self._paused.clear()
 
     def _idle(self) -> None:
+        self._announcer.raise_failure()
         if self._paused.is_set():
             self.phase = "paused"
         elif self._recipes.has_ended:
@@ -125,16 +128,13 @@ class TargetServer:
 
     def _capture_into(self, slot: WritableSlot, row: PackedRow) -> None:
         start = time.monotonic()
-        self._capture.write(row, slot)
+        try:
+            copies = self._capture.write(row, slot)
+        except BaseException:
+            slot.abort()
+            raise
+        self._announcer.submit(slot, row, copies)
         self._capture_seconds += time.monotonic() - start
-        slot.publish(
-            sequence=row.sequence,
-            split="train",
-            used_tokens=row.used_tokens,
-            documents=row.documents,
-        )
-        self._num_captured += 1
-        self._captured_tokens += row.used_tokens
 
     def _write_summary(self) -> None:
         report = self._ring.report()
@@ -150,7 +150,7 @@ class TargetServer:
             },
             "groups": groups,
             "is_drained": self._ring.is_drained(),
-            "captured_tokens": self._captured_tokens,
+            "captured_tokens": self._announcer.num_tokens,
             "capture_seconds": self._capture_seconds,
             "blocked_seconds": self._blocked_seconds,
             "skipped_samples": self._skipped_samples(),

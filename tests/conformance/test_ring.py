@@ -27,8 +27,8 @@ from common.errors import (
     SlotStateError,
     StaleEpochError,
 )
+from common.ring.backings import BACKINGS
 from common.ring.owner import RingOwner
-from common.ring.segment import BACKINGS
 from tests.rings import (
     Reader,
     RemoteReader,
@@ -251,7 +251,7 @@ def test_a_checksum_covers_every_byte_of_the_payload(rings: Rings) -> None:
     publish(owner, 0)
     assert reader.take() == 0
     assert reader.is_payload_intact(0)
-    owner.memory[-1] ^= 1
+    owner._segment.slot(0).view[-1] ^= 1
     assert not reader.is_payload_intact(0)
     assert reader.is_intact(0, reader.copy(0))
 

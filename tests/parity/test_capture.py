@@ -67,9 +67,9 @@ def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
     row = make_packed_row((30, 41))
     slot = ring.loan(1.0)
     with FeatureTap(target, LAYERS) as tap, slot:
-        aux = slot_tensor(ring.layout, "aux_hidden_states", slot.field)
+        aux = slot_tensor(ring.layout, "aux_hidden_states", slot.memory)
         aux.fill_(float("nan"))  # what an older row might have left
-        Capture(target, tap, ring.layout, is_packed=True).write(row, slot)
+        Capture(target, tap, ring.layout, is_packed=True).write(row, slot).wait()
         for document in row.documents:
             span = slice(document.start, document.start + document.length)
             ids = torch.from_numpy(row.token_ids[span]).long()[None]
@@ -77,7 +77,7 @@ def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
             expected = torch.cat([states[layer + 1][0] for layer in LAYERS], -1)
             torch.testing.assert_close(aux[span].float(), expected, rtol=1e-2, atol=1e-2)
         assert (aux[row.used_tokens :] == 0).all()
-        ids = slot_tensor(ring.layout, "token_ids", slot.field)
+        ids = slot_tensor(ring.layout, "token_ids", slot.memory)
         assert torch.equal(ids, torch.from_numpy(row.token_ids))
 
 
@@ -90,4 +90,4 @@ def test_hidden_states_that_are_not_finite_name_the_samples(
     with FeatureTap(target, LAYERS) as tap, slot:
         capture = Capture(target, tap, ring.layout, is_packed=True)
         with pytest.raises(NonFiniteTensorError, match=r"samples \[0, 1\]"):
-            capture.write(make_packed_row((5, 6)), slot)
+            capture.write(make_packed_row((5, 6)), slot).wait()

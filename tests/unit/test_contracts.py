@@ -36,11 +36,12 @@ from tests.rings import make_schema
 REASONS = {"malformed", "oversized", "wrong_version", "unknown_type"}
 U64 = st.integers(0, (1 << 64) - 1)
 NUMBER = st.integers(0, 1 << 40)
+SIZE = st.integers(1, 1 << 40)
 NAME = st.text(min_size=1, max_size=20)
 SETS = st.builds(SequenceSet.of, st.sets(st.integers(0, 200)), low=st.integers(0, 100))
 REFS = st.builds(LeaseRef, slot=NUMBER, generation=NUMBER, lease_id=NUMBER)
 SEGMENTS = st.builds(SegmentRef, backing=st.sampled_from(["host", "cuda_ipc", "memory"]), name=NAME,
-                     num_bytes=NUMBER, num_slots=NUMBER, owner_pid=NUMBER, gpu_uuid=NAME,
+                     num_bytes=SIZE, num_slots=SIZE, owner_pid=NUMBER, gpu_uuid=NAME,
                      handle=st.binary(max_size=64))  # fmt: skip
 ONE_LEASE = {"ring_epoch": U64, "session": U64, "number": NUMBER, "capacity": NUMBER, "lease": REFS}
 MESSAGES = {

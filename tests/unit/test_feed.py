@@ -49,10 +49,10 @@ def feed(tmp_path: Path, owner: RingOwner) -> Iterator[tuple[RowFeed, RingConsum
 def publish(owner: RingOwner, sequence: int, *, corrupt: bool = False) -> None:
     slot = owner.loan(10)
     with slot:
-        aux = slot_tensor(owner.layout, "aux_hidden_states", slot.field)
+        aux = slot_tensor(owner.layout, "aux_hidden_states", slot.memory)
         aux.fill_(sequence + 0.5)
         documents = (DocumentSpan(sample_id=sequence, tag=0, start=0, length=9),)
-        view = slot.view
+        view = slot.memory.view
         slot.publish(sequence=sequence, split="train", used_tokens=9, documents=documents)
         if corrupt:
             view[-1] ^= 0xFF

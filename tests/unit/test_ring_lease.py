@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from common.contracts.ring_messages import Descriptor, LeaseRef, NackReason
-from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
+from common.ring.layout import SlotHeader, SlotLayout, pack_header
 from common.ring.lease import Lease
+from common.ring.slot_memory import HostSlot
 from tests.rings import EPOCH, make_schema
 
 LAYOUT = SlotLayout(make_schema())
@@ -32,7 +33,7 @@ def make_lease(header: SlotHeader | None = None) -> Lease:
     if header is not None:
         packed = pack_header(header)
         slot[: len(packed)] = packed
-    return Lease(Answers(), told, memoryview(slot), LAYOUT)
+    return Lease(Answers(), told, HostSlot(memoryview(slot), 0), LAYOUT)
 
 
 HEADER = SlotHeader(
@@ -43,13 +44,13 @@ HEADER = SlotHeader(
 
 
 def tokens_of(lease: Lease) -> bytes:
-    return bytes(lease.field("token_ids"))
+    return lease.read("token_ids")
 
 
 def test_a_copy_with_the_descriptor_s_header_is_intact() -> None:
     lease = make_lease(HEADER)
     assert lease.is_intact(tokens_of(lease))
-    assert lease.is_payload_intact(bytes(lease.view[PAGE_BYTES:]))
+    assert lease.is_payload_intact()
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,13 @@ def test_a_copy_with_the_descriptor_s_header_is_intact() -> None:
 def test_a_header_that_differs_in_any_identity_is_not(field: str) -> None:
     lease = make_lease(replace(HEADER, **{field: getattr(HEADER, field) + 1}))
     assert not lease.is_intact(tokens_of(lease))
-    assert not lease.is_payload_intact(bytes(lease.view[PAGE_BYTES:]))
+    assert not lease.is_payload_intact()
 
 
 def test_a_slot_that_is_being_written_is_not_intact_and_raises_nothing() -> None:
     lease = make_lease()
     assert not lease.is_intact(tokens_of(lease))
-    assert not lease.is_payload_intact(bytes(lease.view[PAGE_BYTES:]))
+    assert not lease.is_payload_intact()
 
 
 def test_a_copy_that_differs_from_what_was_published_is_not_intact() -> None:

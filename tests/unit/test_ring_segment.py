@@ -15,7 +15,8 @@ import pytest
 from common.contracts.ring_messages import SegmentRef
 from common.errors import ConfigError, LayoutMismatchError, SegmentError
 from common.ring import segment as segments
-from common.ring.segment import HostSegment, MemorySegment, attach, reclaim_dead_segments
+from common.ring.backings import attach
+from common.ring.segment import HostSegment, MemorySegment, reclaim_dead_segments
 
 NAME = f"ringdraft-unit-{os.getpid()}-0123abcd-{1:016x}"
 ROOT = Path(__file__).parents[2]
@@ -57,8 +58,8 @@ def test_an_owner_s_segment_is_private_whole_and_gone_at_close(place: Path) -> N
 def test_what_a_writer_writes_a_reader_reads(place: Path) -> None:
     owner = HostSegment.create(NAME, 1, 4096)
     reader = attach(owner.ref)
-    owner.view[10:13] = b"abc"
-    assert bytes(reader.view[10:13]) == b"abc"
+    owner.slot(0).view[10:13] = b"abc"
+    assert bytes(reader.slot(0).view[10:13]) == b"abc"
     reader.close()
     assert (place / NAME).exists()
     owner.close()
@@ -125,8 +126,8 @@ def test_a_segment_of_another_size_is_refused(place: Path) -> None:
     with pytest.raises(LayoutMismatchError, match="got 100 bytes, expected 4096"):
         attach(ref_to(NAME))
     (place / NAME).write_bytes(b"")
-    with pytest.raises(LayoutMismatchError):
-        attach(ref_to(NAME, num_bytes=0))
+    with pytest.raises(LayoutMismatchError, match="got 0 bytes, expected 4096"):
+        attach(ref_to(NAME))
 
 
 def test_a_missing_or_linked_segment_is_not_opened(place: Path, tmp_path: Path) -> None:
@@ -138,9 +139,13 @@ def test_a_missing_or_linked_segment_is_not_opened(place: Path, tmp_path: Path) 
         attach(ref_to(NAME))
 
 
-def test_a_backing_that_is_not_known_here_is_refused() -> None:
-    with pytest.raises(LayoutMismatchError, match="cuda_ipc"):
-        attach(ref_to(NAME).model_copy(update={"backing": "cuda_ipc"}))
+def test_a_gpu_ring_is_refused_by_a_worker_without_a_gpu() -> None:
+    ref = SegmentRef(
+        backing="cuda_ipc", name=NAME, num_bytes=4096, num_slots=1, owner_pid=1, gpu_uuid="GPU-1",
+        handle=bytes(64),
+    )  # fmt: skip
+    with pytest.raises(SegmentError, match=r"GPU-1.*ring\.transport = 'host'"):
+        attach(ref)
 
 
 KILLED_OWNER = """
@@ -235,8 +240,8 @@ def test_a_reader_sees_that_the_owner_is_gone(place: Path) -> None:
 
 def test_memory_that_is_viewed_stays_mapped_until_the_last_view_is_gone(place: Path) -> None:
     owner = HostSegment.create(NAME, 1, 4096)
-    owner.view[:3] = b"abc"
-    lease = owner.view[:100]
+    owner.slot(0).view[:3] = b"abc"
+    lease = owner.slot(0).view[:100]
     owner.close()
     assert bytes(lease[:3]) == b"abc"
     assert NAME in Path("/proc/self/maps").read_text()
@@ -249,8 +254,8 @@ def test_a_memory_segment_is_found_by_its_name_until_its_owner_closes_it() -> No
     with pytest.raises(ConfigError):
         MemorySegment.create(NAME, 1, 4096)
     reader = attach(owner.ref)
-    owner.view[:3] = b"abc"
-    assert bytes(reader.view[:3]) == b"abc"
+    owner.slot(0).view[:3] = b"abc"
+    assert bytes(reader.slot(0).view[:3]) == b"abc"
     reader.close()
     assert not reader.is_removed()
     owner.close()
