@@ -1,11 +1,18 @@
 """How fast does a ring move rows, against a plain copy of the same size?
 
-    python -m benchmarks.ring_throughput [--slot-mib 64] [--rows 64] [--json]
+    python -m benchmarks.ring_throughput [--backing host|cuda_ipc] [--slot-mib 128] [--rows 64] [--json]
 
-An owner process writes every byte of each slot, a consumer process copies every byte out, verifies
-the header and releases, both at once, one thread each. The limit is one core's plain copy of the
-same bytes between two buffers of its own, measured before in the same run. On two cores both sides
-of the ring share the memory bus that the limit has to itself.
+An owner process fills slots as the target server does (copies on a stream of their own, publish when
+they are done), a worker process stages them as the drafter worker does (`RowFeed`). Three passes:
+`write` (the reader releases without copying), `read` (the owner publishes without filling) and `both`
+at once; the headline is `both`. The limits are plain copies of the same size in the same run:
+
+    host, GPU   pinned copies to the host and to the GPU; both directions of the link at once
+    cuda_ipc    a copy inside the GPU's memory; both at once share its bandwidth, so half of it each
+    host, CPU   one core's memcpy
+
+Rates are wall-clock and include every message. With cuda_ipc a copy of 128 MiB takes 65 us, less than
+the messages of a row; `copy_ratio` is the same copies timed on the GPU alone.
 """
 
 import argparse
@@ -15,19 +22,48 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.config.shared import GroupTable, RingTable
 from common.contracts.rows import RowSchema
+from common.ring.backings import BACKINGS
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
-from common.ring.owner import RingOwner
-from common.tensors import RowBuffers, slot_tensor
+from common.ring.owner import RingOwner, WritableSlot
+from common.tensors import StagingBuffers, slot_tensor
+from services.drafter_worker.feed import RowFeed
+from services.target_server.announcer import Announcer
 
 HIDDEN_SIZE, NUM_AUX_LAYERS = 4096, 5
 ROW_BYTES_A_TOKEN = HIDDEN_SIZE * NUM_AUX_LAYERS * 2
+NUM_SLOTS, CAPACITY, WARM_UP = 8, 4, 8
+MODES = ("write", "read", "both")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the announcer needs of a packed row."""
+
+    sequence: int
+    used_tokens: int
+    documents: tuple[()] = ()
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A copy into a slot that may be under way."""
+
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Return when the slot is filled."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
 def make_schema(slot_mib: int) -> RowSchema:
@@ -46,104 +82,211 @@ def make_schema(slot_mib: int) -> RowSchema:
     )
 
 
-def copy_rate(source: torch.Tensor, repeats: int) -> float:
-    """Return bytes a second of a plain copy on this core."""
-    destination = torch.empty_like(source)
+def copy_rate(destination: torch.Tensor, source: torch.Tensor, repeats: int = 24) -> float:
+    """Return bytes a second of a plain copy."""
     destination.copy_(source)
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
-        destination.copy_(source)
+        destination.copy_(source, non_blocking=True)
+    synchronize()
     return repeats * source.nbytes / (time.perf_counter() - start)
 
 
-def consume(endpoint: Path) -> None:
-    """Copy every row out until the stream is drained."""
-    consumer = RingConsumer(endpoint=endpoint, worker_id="reader", group="main", capacity=2)
-    schema = consumer.schema(30)
+def limits(backing: str, num_bytes: int, device: torch.device) -> dict[str, float]:
+    """Return each pass's limit in bytes a second, measured now."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        rate = copy_rate(torch.empty_like(source), source)
+        return dict.fromkeys(MODES, rate)
+    if backing == "cuda_ipc":
+        rate = copy_rate(torch.empty_like(source), source)
+        return {"write": rate, "read": rate, "both": rate / 2}
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    write, read = copy_rate(host, source), copy_rate(source, host)
+    return {"write": write, "read": read, "both": min(write, read)}
+
+
+class Writer:
+    """Fills and publishes rows."""
+
+    def __init__(self, owner: RingOwner, source: torch.Tensor, *, fills: bool) -> None:
+        self._owner = owner
+        self._source = source
+        self._fills = fills
+        self._stream = torch.cuda.Stream() if source.is_cuda else None
+
+    def publish(self, announcer: Announcer, first: int, stop: int) -> None:
+        """Publish rows `first` to `stop` - 1."""
+        for sequence in range(first, stop):
+            slot = self._owner.loan(60)
+            if slot is None:
+                raise SystemExit("the ring stayed full for a minute")
+            announcer.submit(slot, Row(sequence, len(self._source)), self._fill(slot))  # type: ignore[arg-type]
+
+    def _fill(self, slot: WritableSlot) -> Copies:
+        if not self._fills:
+            return Copies(None)
+        features = slot_tensor(self._owner.layout, "aux_hidden_states", slot.memory)
+        if self._stream is None:
+            features.copy_(self._source)
+            return Copies(None)
+        with torch.cuda.stream(self._stream):
+            features.copy_(self._source, non_blocking=True)
+            return Copies(self._stream.record_event(torch.cuda.Event(blocking=False)))
+
+
+def consume(endpoint: Path, gpu: int | None, *, copies: bool) -> None:
+    """Take every row until the stream is drained."""
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    consumer = RingConsumer(
+        endpoint=endpoint, worker_id="reader", group="main", capacity=CAPACITY, gpu=gpu
+    )
+    schema = consumer.schema(60)
     if schema is None:
         sys.exit("no owner")
-    layout = SlotLayout(schema)
-    buffers = RowBuffers.allocate(schema, torch.device("cpu"), torch.bfloat16)
-    while not consumer.is_drained:
-        lease = consumer.acquire(0.05)
-        if lease is None:
-            if consumer.is_settled:
-                consumer.mark_committed()
-            continue
-        buffers.copy_from_slot(layout, lease.memory)
-        if not lease.is_intact(memoryview(buffers.token_ids.numpy()).cast("B")):
-            sys.exit(f"row {lease.descriptor.sequence} is torn")
-        lease.release()
-        consumer.mark_consumed({lease.descriptor.sequence})
-        consumer.return_buffer()
+    (stage if copies else release_only)(consumer, SlotLayout(schema), device)
     consumer.close()
 
 
-def measure(slot_mib: int, num_rows: int) -> dict[str, object]:
-    """Return the ring's rate and the limit in one run."""
-    schema = make_schema(slot_mib)
-    width = HIDDEN_SIZE * NUM_AUX_LAYERS
-    source = torch.randn(schema.row_tokens, width).to(torch.bfloat16)
-    limit = copy_rate(source, max(4, num_rows // 4))
-    with tempfile.TemporaryDirectory() as directory:
-        endpoint = Path(directory) / "target-0.sock"
-        table = RingTable(num_slots=4, capacity=2)
-        groups = {"main": GroupTable()}
-        with RingOwner(
-            endpoint=endpoint, run="bench", schema=schema, table=table, groups=groups
-        ) as owner:
-            reader = subprocess.Popen([sys.executable, "-m", __spec__.name, "--consume", endpoint])
-            publish(owner, source, 0, 4)  # the first rows fault the pages in
-            wait_for_releases(owner, reader, 4)  # and the reader has started
+def stage(consumer: RingConsumer, layout: SlotLayout, device: torch.device) -> None:
+    """Copy every row as a worker does."""
+    buffers = [StagingBuffers(layout, device, torch.bfloat16) for _ in range(CAPACITY)]
+    feed = RowFeed(consumer, buffers, target_timeout_seconds=60.0, stream_is_over=lambda: False)
+    while not consumer.is_drained:
+        row = feed.next_row(0.05)
+        if row is not None:
+            consumer.mark_consumed({row.sequence})
+            feed.give_back(row)
+        elif consumer.is_settled:
+            consumer.mark_committed()
+    feed.close()
+    if feed.num_rejected:
+        sys.exit(f"{feed.num_rejected} copies were rejected")
+
+
+def release_only(consumer: RingConsumer, _layout: SlotLayout, _device: torch.device) -> None:
+    """Give every row back at once, uncopied."""
+    while not consumer.is_drained:
+        lease = consumer.acquire(0.05)
+        if lease is not None:
+            lease.release()
+            consumer.mark_consumed({lease.descriptor.sequence})
+            consumer.return_buffer()
+        elif consumer.is_settled:
+            consumer.mark_committed()
+
+
+def run_pass(mode: str, backing: str, schema: RowSchema, num_rows: int, device: torch.device,
+             extra: Callable[[RingOwner], dict[str, float]]) -> dict[str, float]:  # fmt: skip
+    """Return the pass's rate in bytes a second, and what `extra` measures on the ring first."""
+    gpu = device.index if device.type == "cuda" else None
+    source = torch.randn(schema.row_tokens, HIDDEN_SIZE * NUM_AUX_LAYERS, device=device)
+    source = source.to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as directory, RingOwner(
+        endpoint=Path(directory) / "target-0.sock", run="bench", schema=schema,
+        table=RingTable(num_slots=NUM_SLOTS, capacity=CAPACITY), groups={"main": GroupTable()},
+        backing=BACKINGS[backing], gpu=gpu,
+    ) as owner:  # fmt: skip
+        figures = extra(owner)
+        writer = Writer(owner, source, fills=mode != "read")
+        reader = start_reader(Path(directory) / "target-0.sock", gpu, copies=mode != "write")
+        with Announcer() as announcer:
+            writer.publish(announcer, 0, WARM_UP)  # pages are faulted in, the reader has started
+            wait_for_releases(owner, reader, WARM_UP)
             start = time.perf_counter()
-            publish(owner, source, 4, 4 + num_rows)
-            owner.end(3 + num_rows)
-            wait_for_releases(owner, reader, 4 + num_rows)
+            writer.publish(announcer, WARM_UP, WARM_UP + num_rows)
+            wait_for_releases(owner, reader, WARM_UP + num_rows)
             seconds = time.perf_counter() - start
-            reader.wait(60)
-    rate = num_rows * source.nbytes / seconds
-    return {
-        "backing": "host",
-        "slot_mib": round(source.nbytes / (1 << 20), 1),
-        "rows": num_rows,
-        "gbytes_per_second": round(rate / 1e9, 3),
-        "limit_gbytes_per_second": round(limit / 1e9, 3),
-        "ratio": round(rate / limit, 3),
-    }
+        owner.end(WARM_UP + num_rows - 1)
+        reader.wait(60)
+    return {"rate": num_rows * source.nbytes / seconds, **figures}
 
 
-def wait_for_releases(owner: RingOwner, reader: subprocess.Popen, num_rows: int) -> None:
+def time_copies_on_gpu(owner: RingOwner) -> dict[str, float]:
+    """Return bytes a second of copies into a slot's memory, by the GPU's own clock."""
+    slot = owner.loan(10)
+    if slot is None or slot.memory.gpu is None:
+        return {}
+    with slot:
+        features = slot_tensor(owner.layout, "aux_hidden_states", slot.memory)
+        source = torch.zeros_like(features)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        features.copy_(source)
+        begin.record()
+        for _ in range(20):
+            features.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        return {"copy_rate": 20 * source.nbytes / (begin.elapsed_time(end) / 1e3)}
+
+
+def start_reader(endpoint: Path, gpu: int | None, *, copies: bool) -> subprocess.Popen[bytes]:
+    """Start the other process."""
+    command = [sys.executable, "-m", __spec__.name, "--consume", str(endpoint)]
+    if gpu is not None:
+        command += ["--gpu", str(gpu)]
+    return subprocess.Popen([*command, *(["--copies"] if copies else [])])
+
+
+def wait_for_releases(owner: RingOwner, reader: subprocess.Popen[bytes], num_rows: int) -> None:
     """Wait until the reader has released every row; a spin would take the ring's own core."""
     while owner.report().groups[0].released < num_rows:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            reader.wait(0.002)
+            reader.wait(0.0005)
             raise SystemExit("the reader ended early")
 
 
-def publish(owner: RingOwner, source: torch.Tensor, first: int, stop: int) -> None:
-    """Write and publish rows `first` to `stop` - 1."""
-    for sequence in range(first, stop):
-        slot = owner.loan(60)
-        if slot is None:
-            raise SystemExit("the ring stayed full for a minute")
-        with slot:
-            slot_tensor(owner.layout, "aux_hidden_states", slot.memory).copy_(source)
-            slot.publish(sequence=sequence, split="train", used_tokens=len(source), documents=())
+def measure(backing: str, slot_mib: int, num_rows: int, device: torch.device) -> dict[str, Any]:
+    """Return rates, limits and ratios of one run."""
+    schema = make_schema(slot_mib)
+    num_bytes = schema.row_tokens * ROW_BYTES_A_TOKEN
+    most = limits(backing, num_bytes, device)
+    extra = time_copies_on_gpu if backing == "cuda_ipc" else lambda _owner: {}
+    passes = {mode: run_pass(mode, backing, schema, num_rows, device, extra) for mode in MODES}
+    result: dict[str, Any] = {
+        "backing": backing,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "gbytes_per_second": round(passes["both"]["rate"] / 1e9, 3),
+        "limit_gbytes_per_second": round(most["both"] / 1e9, 3),
+        "ratio": round(passes["both"]["rate"] / most["both"], 3),
+        "slot_mib": round(num_bytes / (1 << 20), 1),
+        "rows": num_rows,
+    }
+    for mode in ("write", "read"):
+        result[f"{mode}_gbytes_per_second"] = round(passes[mode]["rate"] / 1e9, 3)
+        result[f"{mode}_limit_gbytes_per_second"] = round(most[mode] / 1e9, 3)
+        result[f"{mode}_ratio"] = round(passes[mode]["rate"] / most[mode], 3)
+    if backing == "cuda_ipc":
+        result["copy_ratio"] = round(passes["write"]["copy_rate"] / most["write"], 3)
+    return result
+
+
+def synchronize() -> None:
+    """Wait for the GPU where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def main() -> None:
-    """Run the benchmark, or its consumer."""
+    """Run the benchmark, or its reader."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slot-mib", type=int, default=64)
+    parser.add_argument("--backing", choices=("host", "cuda_ipc"), default="host")
+    parser.add_argument("--slot-mib", type=int, default=128)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--consume", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.consume:
-        consume(options.consume)
+        consume(options.consume, options.gpu, copies=options.copies)
         return
-    result = measure(options.slot_mib, options.rows)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if options.backing == "cuda_ipc" and device.type == "cpu":
+        parser.error("--backing cuda_ipc needs a GPU")
+    result = measure(options.backing, options.slot_mib, options.rows, device)
     print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
 
 

@@ -1,4 +1,4 @@
-"""Tensors over a slot's bytes, and the buffers that rows are copied into.
+"""Tensors over a slot's bytes, the buffers that rows are copied into, and the copy.
 
 The ring deals in bytes; this file gives them dtype and shape. Views live as long as the lease or
 loan they come from: copy before it ends.
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.contracts.ring_messages import NackReason
 from common.contracts.rows import RowSchema
-from common.ring.layout import SlotLayout
+from common.ring.layout import PAGE_BYTES, Field, SlotLayout
+from common.ring.lease import Lease
 from common.ring.slot_memory import SlotMemory
 
 _DTYPES = {
@@ -25,15 +27,20 @@ _DTYPES = {
 def slot_tensor(layout: SlotLayout, name: str, memory: SlotMemory) -> Tensor:
     """Return a view of one field of a loaned or leased slot, on the device where the slot lies."""
     field = layout.fields[name]
-    if memory.gpu is None:
-        view = memory.view[field.offset : field.offset + field.num_bytes]
-        raw = torch.frombuffer(view, dtype=torch.uint8)
-    else:
-        raw = torch.as_tensor(
-            _DeviceBytes(memory, field.offset, field.num_bytes),
-            device=torch.device("cuda", memory.gpu),
-        )
+    return field_of(_slot_bytes(memory, field.offset, field.num_bytes), field)
+
+
+def field_of(raw: Tensor, field: Field) -> Tensor:
+    """Return bytes [num_bytes] as a field's dtype and shape."""
     return raw.view(_DTYPES[field.dtype]).view(field.shape)
+
+
+def _slot_bytes(memory: SlotMemory, offset: int, num_bytes: int) -> Tensor:
+    if memory.gpu is None:
+        return torch.frombuffer(memory.view[offset : offset + num_bytes], dtype=torch.uint8)
+    return torch.as_tensor(
+        _DeviceBytes(memory, offset, num_bytes), device=torch.device("cuda", memory.gpu)
+    )
 
 
 class _DeviceBytes:
@@ -73,12 +80,106 @@ class RowBuffers:
             aux_hidden_states=torch.zeros(tokens, width, dtype=dtype, device=device),
         )
 
-    def copy_from_slot(self, layout: SlotLayout, memory: SlotMemory) -> None:
-        """Copy a leased slot in; on CUDA it is enqueued on the current stream."""
-        for name, tensor in vars(self).items():
-            tensor.copy_(slot_tensor(layout, name, memory), non_blocking=True)
-
     def copy_from(self, other: "RowBuffers") -> None:
         """Copy another set of buffers in, on the current stream."""
         for name, tensor in vars(self).items():
             tensor.copy_(getattr(other, name), non_blocking=True)
+
+
+class StagingBuffers:
+    """Where one leased slot is copied to: its payload in one piece, and what proves the copy."""
+
+    def __init__(self, layout: SlotLayout, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate for rows of a layout on `device`, features in `dtype`."""
+        self._layout = layout
+        self._payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=device)
+        tokens = layout.fields["token_ids"]
+        on_cuda = device.type == "cuda"
+        self._proof = torch.zeros(
+            PAGE_BYTES + tokens.num_bytes, dtype=torch.uint8, pin_memory=on_cuda
+        )
+        features = self._field("aux_hidden_states")
+        self._has_conversion = features.dtype != dtype
+        self.row = RowBuffers(
+            token_ids=self._field("token_ids"),
+            document_ids=self._field("document_ids"),
+            position_ids=self._field("position_ids"),
+            loss_mask=self._field("loss_mask"),
+            aux_hidden_states=features.to(dtype),
+        )
+
+    def copy_from_slot(self, memory: SlotMemory) -> None:
+        """Copy a leased slot: payload, the copy's token ids, then the header (R1).
+
+        On CUDA all of it is enqueued on the current stream.
+        """
+        self._payload.copy_(
+            _slot_bytes(memory, PAGE_BYTES, self._layout.payload_bytes), non_blocking=True
+        )
+        self._proof[PAGE_BYTES:].copy_(self._raw("token_ids"), non_blocking=True)
+        if memory.gpu is not None:
+            self._proof[:PAGE_BYTES].copy_(_slot_bytes(memory, 0, PAGE_BYTES), non_blocking=True)
+        if self._has_conversion:
+            self.row.aux_hidden_states.copy_(self._field("aux_hidden_states"))
+
+    @property
+    def header(self) -> memoryview:
+        """The header page as it was behind a copy from GPU memory."""
+        return memoryview(self._proof.numpy())[:PAGE_BYTES]
+
+    @property
+    def token_ids(self) -> memoryview:
+        """The copy's token ids, on the host."""
+        return memoryview(self._proof.numpy())[PAGE_BYTES:]
+
+    def _raw(self, name: str) -> Tensor:
+        field = self._layout.fields[name]
+        start = field.offset - PAGE_BYTES
+        return self._payload[start : start + field.num_bytes]
+
+    def _field(self, name: str) -> Tensor:
+        return field_of(self._raw(name), self._layout.fields[name])
+
+
+class RowCopier:
+    """Copies leased slots into staging buffers; on CUDA on a stream of its own, several under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, lease: Lease, buffers: StagingBuffers) -> "RowCopy":
+        """Begin a copy; `RowCopy.finish` tells how it went."""
+        if self._stream is None:
+            buffers.copy_from_slot(lease.memory)
+            return RowCopy(lease, buffers, None)
+        with torch.cuda.stream(self._stream):
+            buffers.copy_from_slot(lease.memory)
+            return RowCopy(lease, buffers, self._stream.record_event())
+
+    def wait_for_readers(self) -> None:
+        """Later copies come after what the calling thread's stream has been given to do."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """A copy that may be under way."""
+
+    lease: Lease
+    buffers: StagingBuffers
+    event: torch.cuda.Event | None
+
+    def finish(self) -> NackReason | None:
+        """Wait for the copy, then check it; return what is wrong with it, or None.
+
+        A torn copy means that the lease is over: its nack is stale and costs no attempt.
+        """
+        lease = self.lease
+        if self.event is not None:
+            self.event.synchronize()
+        # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
+        page = self.buffers.header if lease.memory.gpu is not None else None
+        if not lease.is_intact(self.buffers.token_ids, page):
+            return "torn"
+        return None if lease.is_payload_intact(page) else "corrupt"

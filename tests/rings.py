@@ -109,13 +109,14 @@ class Reader:
     """A consumer that a test leads by the hand: each step of a worker is a call."""
 
     def __init__(self, endpoint: Path, worker_id: str, group: str = "main", capacity: int = 2,
-                 consumed: SequenceSet | None = None) -> None:  # fmt: skip
+                 consumed: SequenceSet | None = None, gpu: int | None = None) -> None:  # fmt: skip
         self._consumer = RingConsumer(
             endpoint=endpoint,
             worker_id=worker_id,
             group=group,
             capacity=capacity,
             consumed=consumed,
+            gpu=gpu,
         )
         self._leases: dict[int, Lease] = {}
 

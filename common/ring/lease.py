@@ -39,19 +39,21 @@ class Lease:
         """Read the slot's header; raise `CorruptSlotError` where a writer is at work."""
         return unpack_header(self.memory.read_header())
 
-    def is_intact(self, token_ids: bytes | memoryview) -> bool:
+    def is_intact(self, token_ids: bytes | memoryview, page: memoryview | None = None) -> bool:
         """Compare the header with the descriptor after the copy (R1), and the copied tokens' hash.
 
         Args:
             token_ids: the copy of the field `token_ids`, not the slot's.
+            page: the header page where the copy's own stream has read it behind the payload;
+                without it the page is read now.
         """
-        header = self._matching_header()
         told = self.descriptor.token_hash
-        return header is not None and xxhash.xxh3_64_intdigest(token_ids) == told
+        is_same = self._matching_header(page) is not None
+        return is_same and xxhash.xxh3_64_intdigest(token_ids) == told
 
-    def is_payload_intact(self) -> bool:
+    def is_payload_intact(self, page: memoryview | None = None) -> bool:
         """Check the slot's payload against the header's checksum, where the owner writes one."""
-        header = self._matching_header()
+        header = self._matching_header(page)
         if header is None:
             return False
         if header.payload_hash == 0:
@@ -67,10 +69,10 @@ class Lease:
         """The row was not copied: give it back. The staging buffer is free again."""
         self._holder.finish(self, reason)
 
-    def _matching_header(self) -> SlotHeader | None:
+    def _matching_header(self, page: memoryview | None) -> SlotHeader | None:
         # SYNC POINT (R1): the copy is over before the header is read.
         try:
-            header = self.header()
+            header = self.header() if page is None else unpack_header(page)
         except CorruptSlotError:
             return None
         told = self.descriptor

@@ -27,8 +27,8 @@ from common.contracts.control_messages import RingReport
 from common.contracts.ring_messages import OWNER_DECODER
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
-from common.errors import MessageError, StaleEpochError
-from common.ring.backings import Backing
+from common.errors import ConfigError, MessageError, StaleEpochError
+from common.ring.backings import BACKINGS, Backing
 from common.ring.book import PublishedRow
 from common.ring.endpoint import Listener
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
@@ -73,6 +73,11 @@ class RingOwner:
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._is_closed = False
+        if table.checksum_payload and backing is BACKINGS["cuda_ipc"]:
+            raise ConfigError(
+                "ring.checksum_payload reads every byte on the CPU; set it to false, or "
+                "ring.transport to 'host'"
+            )
         name = segment_name(run, endpoint, self.ring_epoch)
         self._segment = backing.create(
             name,

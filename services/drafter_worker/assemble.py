@@ -12,7 +12,7 @@ from common.contracts.rows import RowSchema
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.telemetry.metrics import MetricsLog
-from common.tensors import RowBuffers
+from common.tensors import StagingBuffers
 from services.drafter_worker.build import (
     build_stepper,
     build_trainee,
@@ -86,10 +86,10 @@ def open_feed(
 ) -> RowFeed:
     """Allocate staging buffers and begin to fill them."""
     device = torch.device(config.run.device)
+    layout = SlotLayout(schema)
     return RowFeed(
         consumer,
-        SlotLayout(schema),
-        [RowBuffers.allocate(schema, device, dtype) for _ in range(config.ring.capacity)],
+        [StagingBuffers(layout, device, dtype) for _ in range(config.ring.capacity)],
         target_timeout_seconds=config.training.target_timeout_seconds,
         stream_is_over=partial(stream_is_over, config.run.directory),
     )

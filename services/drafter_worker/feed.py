@@ -10,19 +10,16 @@ A slot is released when its copy is done and verified, not when the row is train
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from common.contracts.ring_messages import NackReason
 from common.errors import PeerLostError
 from common.ring.consumer import RingConsumer
-from common.ring.layout import SlotLayout
-from common.ring.lease import Lease
-from common.tensors import RowBuffers
+from common.tensors import RowBuffers, RowCopier, RowCopy, StagingBuffers
 
 POLL_SECONDS = 0.2
+COPIES_UNDER_WAY = 2
 SILENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -33,7 +30,12 @@ class StagedRow:
 
     sequence: int
     used_tokens: int
-    buffers: RowBuffers
+    staging: StagingBuffers
+
+    @property
+    def buffers(self) -> RowBuffers:
+        """The row's tensors."""
+        return self.staging.row
 
 
 class RowFeed:
@@ -42,28 +44,26 @@ class RowFeed:
     def __init__(
         self,
         consumer: RingConsumer,
-        layout: SlotLayout,
-        buffers: list[RowBuffers],
+        buffers: list[StagingBuffers],
         *,
         target_timeout_seconds: float,
         stream_is_over: Callable[[], bool],
     ) -> None:
         self._consumer = consumer
-        self._layout = layout
         self._timeout = target_timeout_seconds
         self._stream_is_over = stream_is_over
         self.is_over = False
         """The target server has ended, and every row of the run is committed."""
-        self._free: queue.Queue[RowBuffers] = queue.Queue()
+        self._free: queue.Queue[StagingBuffers] = queue.Queue()
         for entry in buffers:
             self._free.put(entry)
         self._staged: queue.Queue[StagedRow] = queue.Queue()
+        self._copies: deque[RowCopy] = deque()
+        """Copies under way; the prefetch thread's alone."""
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self.num_rejected = 0
-        on_cuda = buffers[0].token_ids.device.type == "cuda"
-        self._stream = torch.cuda.Stream() if on_cuda else None
-        self._token_ids = torch.empty_like(buffers[0].token_ids, device="cpu", pin_memory=on_cuda)
+        self._copier = RowCopier(buffers[0].row.token_ids.device)
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -78,9 +78,8 @@ class RowFeed:
 
     def give_back(self, row: StagedRow) -> None:
         """The row's buffers may be filled again."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        self._free.put(row.buffers)
+        self._copier.wait_for_readers()
+        self._free.put(row.staging)
         self._consumer.return_buffer()
 
     @property
@@ -96,46 +95,40 @@ class RowFeed:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._stage_next()
+                # The next copy is under way before the last one is waited for.
+                has_begun = self._begin_copy()
+                if self._copies and not (has_begun and len(self._copies) < COPIES_UNDER_WAY):
+                    self._end_copy(self._copies.popleft())
+            while self._copies:
+                self._end_copy(self._copies.popleft())
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             self._failure = error
 
-    def _stage_next(self) -> None:
+    def _begin_copy(self) -> bool:
+        """Begin to copy a row into a free buffer; wait for both only where no copy is under way."""
+        patience = 0.0 if self._copies else POLL_SECONDS
         try:
-            buffers = self._free.get(timeout=POLL_SECONDS)
+            buffers = self._free.get(timeout=patience)
         except queue.Empty:
-            return
-        lease = self._consumer.acquire(POLL_SECONDS)
+            return False
+        lease = self._consumer.acquire(patience)
         if lease is None:
             self._free.put(buffers)
             self._check_target()
-            return
-        fault = self._copy(lease, buffers)
+            return False
+        self._copies.append(self._copier.start(lease, buffers))
+        return True
+
+    def _end_copy(self, copy: RowCopy) -> None:
+        fault, told = copy.finish(), copy.lease.descriptor
         if fault is None:
-            lease.release()
-            told = lease.descriptor
-            self._staged.put(StagedRow(told.sequence, told.used_tokens, buffers))
+            copy.lease.release()
+            self._staged.put(StagedRow(told.sequence, told.used_tokens, copy.buffers))
         else:
             self.num_rejected += 1
-            _log.warning("row %d: %s copy dropped", lease.descriptor.sequence, fault)
-            lease.nack(fault)
-            self._free.put(buffers)
-
-    def _copy(self, lease: Lease, buffers: RowBuffers) -> NackReason | None:
-        """Copy a slot; return what is wrong with the copy, or None.
-
-        A torn copy means that the lease is over: its nack is stale and costs no attempt.
-        """
-        with torch.cuda.stream(self._stream):  # no stream: a no-op on the CPU
-            buffers.copy_from_slot(self._layout, lease.memory)
-            # The hash is of the copy, not of the slot.
-            self._token_ids.copy_(buffers.token_ids, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        # SYNC POINT (R1): the header is read after the copy; only then is the copy believed.
-        if not lease.is_intact(memoryview(self._token_ids.numpy()).cast("B")):
-            return "torn"
-        return None if lease.is_payload_intact() else "corrupt"
+            _log.warning("row %d: %s copy dropped", told.sequence, fault)
+            copy.lease.nack(fault)
+            self._free.put(copy.buffers)
 
     def _check_target(self) -> None:
         silent = self._consumer.silent_seconds

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 import zmq
 
 from common.contracts.codec import MAX_MESSAGE_BYTES
@@ -42,7 +43,14 @@ from tests.rings import (
     wait_until,
 )
 
-PLACES = ["memory", "host", "two processes"]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+PLACES = [
+    "memory",
+    "host",
+    "host, two processes",
+    pytest.param("cuda_ipc", marks=NEEDS_GPU),
+    pytest.param("cuda_ipc, two processes", marks=NEEDS_GPU),
+]
 
 
 @dataclass
@@ -55,16 +63,20 @@ class Rings:
     line: Connection | None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    @property
+    def gpu(self) -> int | None:
+        return 0 if self.place.startswith("cuda") else None
+
     def owner(self, *groups: str, num_slots: int = 4, schema: Any = None, settled: Any = None,
               **table: object) -> RingOwner:  # fmt: skip
-        backing = BACKINGS["memory" if self.place == "memory" else "host"]
         patient = {
             "lease_seconds": 60.0,
             "lease_max_seconds": 60.0,
             "session_timeout_seconds": 60.0,
         }
         owner = RingOwner(
-            endpoint=self.endpoint, run=self.run, schema=schema or make_schema(), backing=backing,
+            endpoint=self.endpoint, run=self.run, schema=schema or make_schema(),
+            backing=BACKINGS[self.place.partition(",")[0]], gpu=self.gpu,
             table=make_table(num_slots=num_slots, **patient | table), groups=make_groups(*groups),
             settled=settled,
         )  # fmt: skip
@@ -72,7 +84,7 @@ class Rings:
         return owner
 
     def reader(self, worker_id: str = "w", group: str = "main", **options: Any) -> Any:
-        arguments = (self.endpoint, worker_id, group)
+        arguments, options = (self.endpoint, worker_id, group), {"gpu": self.gpu, **options}
         reader: Any = (
             RemoteReader(self.line, *arguments, **options)
             if self.line
@@ -109,7 +121,7 @@ def rings_in(place: str, line: Connection | None = None) -> Iterator[Rings]:
 
 @pytest.fixture(params=PLACES)
 def rings(request: pytest.FixtureRequest) -> Iterator[Rings]:
-    line = request.getfixturevalue("other_process") if request.param == "two processes" else None
+    line = request.getfixturevalue("other_process") if "two" in request.param else None
     with rings_in(request.param, line) as rings:
         yield rings
 
@@ -246,6 +258,10 @@ def test_a_copy_with_other_tokens_than_were_published_is_not_intact(rings: Rings
 
 
 def test_a_checksum_covers_every_byte_of_the_payload(rings: Rings) -> None:
+    if rings.gpu is not None:
+        with pytest.raises(ConfigError, match="checksum_payload"):
+            rings.owner(checksum_payload=True)
+        return
     owner = rings.owner(num_slots=1, checksum_payload=True)
     reader = rings.reader()
     publish(owner, 0)

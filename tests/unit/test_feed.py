@@ -13,7 +13,7 @@ from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import MemorySegment
-from common.tensors import RowBuffers, slot_tensor
+from common.tensors import StagingBuffers, slot_tensor
 from services.drafter_worker.feed import RowFeed
 from tests.rings import endpoint_in, make_groups, make_schema, make_table
 
@@ -33,10 +33,9 @@ def owner(tmp_path: Path) -> Iterator[RingOwner]:
 def feed(tmp_path: Path, owner: RingOwner) -> Iterator[tuple[RowFeed, RingConsumer]]:
     consumer = RingConsumer(endpoint=endpoint_in(tmp_path), worker_id="w", group="main", capacity=2)
     schema = consumer.schema(10)
-    buffers = [RowBuffers.allocate(schema, CPU, torch.float32) for _ in range(2)]
+    buffers = [StagingBuffers(SlotLayout(schema), CPU, torch.float32) for _ in range(2)]
     rows = RowFeed(
         consumer,
-        SlotLayout(schema),
         buffers,
         target_timeout_seconds=1.0,
         stream_is_over=lambda: False,
