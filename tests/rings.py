@@ -295,7 +295,7 @@ class Bench:
         settled: dict[str, SequenceSet] | None = None,
         **table: object,
     ) -> None:
-        segment = SegmentRef(backing="memory", name="s", num_bytes=0, num_slots=num_slots,
+        segment = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=num_slots,
                              owner_pid=1)  # fmt: skip
         self.now = 1000.0
         self.table = make_table(num_slots=num_slots, **table)

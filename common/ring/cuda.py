@@ -74,6 +74,7 @@ class CopyStream:
     def __init__(self, gpu: int) -> None:
         use(gpu)
         self._stream = call("cudaStreamCreateWithFlags", _STREAM_NON_BLOCKING)
+        weakref.finalize(self, _quietly, "cudaStreamDestroy", self._stream)
 
     def copy(self, to: int, source: int, num_bytes: int) -> None:
         """Enqueue a copy between any two addresses."""
@@ -149,7 +150,7 @@ def _copy_kind() -> Any:
     return _runtime().cudaMemcpyKind(_COPY_DEFAULT)
 
 
-def _quietly(name: str, address: int) -> None:
+def _quietly(name: str, address: Any) -> None:
     """Free what may be gone already: at exit the driver can be down before this process is."""
     getattr(_runtime(), name)(address)
 

@@ -29,7 +29,7 @@ class CudaSegment:
         marker: HostSegment,
         memory: cuda.DeviceMemory | cuda.MappedMemory,
         gpu: int,
-        head_bytes: int,
+        head_bytes: int = PAGE_BYTES,
     ) -> None:
         self.ref = ref
         self._marker = marker
@@ -37,7 +37,7 @@ class CudaSegment:
         self._stream = cuda.CopyStream(gpu)
         self._gpu = gpu
         self._head_bytes = head_bytes
-        self._heads = cuda.PinnedMemory(ref.num_slots * max(head_bytes, PAGE_BYTES))
+        self._heads = cuda.PinnedMemory(ref.num_slots * head_bytes)
 
     @classmethod
     def create(
@@ -87,7 +87,7 @@ class CudaSegment:
         marker = HostSegment.attach(marker_ref)
         try:
             memory = _open(ref, gpu)
-            segment = cls(ref, marker, memory, gpu, 0)
+            segment = cls(ref, marker, memory, gpu)
             if segment._copy_out(ref.num_bytes, PAGE_BYTES) != _proof(ref.name):
                 raise LayoutMismatchError(
                     f"segment {ref.name!r}: its IPC handle opens other memory; message refused"
@@ -101,14 +101,13 @@ class CudaSegment:
         """Return one slot's bytes; raise `SegmentError` after `close`."""
         if self._memory is None:
             raise SegmentError(f"segment {self.ref.name!r} is closed")
-        size = max(self._head_bytes, PAGE_BYTES)
         start = index * (self.ref.num_bytes // self.ref.num_slots)
         return CudaSlot(
             address=self._memory.address + start,
             gpu=self._gpu,
             head=self._heads,
-            head_start=index * size,
-            head_bytes=size,
+            head_start=index * self._head_bytes,
+            head_bytes=self._head_bytes,
             stream=self._stream,
             memory=self._memory,
         )
@@ -121,7 +120,7 @@ class CudaSegment:
         """Drop the memory; the owner removes the file first, so no newcomer opens a dying ring."""
         if self._memory is None:
             return
-        if _owned.get(self.ref.name) is self._memory:
+        if self._marker.is_owner:
             del _owned[self.ref.name]
         self._marker.close()
         self._memory = None

@@ -60,7 +60,7 @@ class HostSegment:
     ) -> None:
         self.ref = ref
         self._path = SEGMENT_DIRECTORY / ref.name
-        self._is_owner = is_owner
+        self.is_owner = is_owner
         self._mapping: _Mapping | None = _Mapping(mmap.mmap(descriptor, ref.num_bytes), gpu)
         self._descriptor = descriptor
 
@@ -128,7 +128,7 @@ class HostSegment:
         """Unmap; the owner removes the file first, so no newcomer attaches to a dying ring."""
         if self._mapping is None:
             return
-        if self._is_owner:
+        if self.is_owner:
             self._path.unlink(missing_ok=True)
         self._mapping = None
         os.close(self._descriptor)

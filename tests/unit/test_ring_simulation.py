@@ -32,7 +32,7 @@ from tests.rings import EPOCH, Bench, make_groups, make_schema, make_table, row
 
 NUM_ROWS, NUM_SLOTS, CAPACITY = 12, 3, 2
 TABLE = make_table(num_slots=NUM_SLOTS, max_attempts=1000)
-SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=0, num_slots=NUM_SLOTS, owner_pid=1)
+SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=NUM_SLOTS, owner_pid=1)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from common.errors import ConfigError, MessageError, RingError, SlotStateError
 from common.ring.worker_protocol import WorkerProtocol
 from tests.rings import EPOCH, make_schema, sequences
 
-SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=0, num_slots=4, owner_pid=1)
+SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=4, owner_pid=1)
 
 
 def worker(capacity: int = 2, consumed: SequenceSet | None = None) -> WorkerProtocol:
