@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.contracts.ring_messages import NackReason
 from common.contracts.rows import RowSchema
+from common.float8 import dequantise
 from common.ring.layout import PAGE_BYTES, Field, SlotLayout
 from common.ring.lease import Lease
 from common.ring.slot_memory import SlotMemory
@@ -98,14 +99,12 @@ class StagingBuffers:
         self._proof = torch.zeros(
             PAGE_BYTES + tokens.num_bytes, dtype=torch.uint8, pin_memory=on_cuda
         )
-        features = self._field("aux_hidden_states")
-        self._has_conversion = features.dtype != dtype
         self.row = RowBuffers(
             token_ids=self._field("token_ids"),
             document_ids=self._field("document_ids"),
             position_ids=self._field("position_ids"),
             loss_mask=self._field("loss_mask"),
-            aux_hidden_states=features.to(dtype),
+            aux_hidden_states=self._field("aux_hidden_states").to(dtype),
         )
 
     def copy_from_slot(self, memory: SlotMemory) -> None:
@@ -119,8 +118,7 @@ class StagingBuffers:
         self._proof[PAGE_BYTES:].copy_(self._raw("token_ids"), non_blocking=True)
         if memory.gpu is not None:
             self._proof[:PAGE_BYTES].copy_(_slot_bytes(memory, 0, PAGE_BYTES), non_blocking=True)
-        if self._has_conversion:
-            self.row.aux_hidden_states.copy_(self._field("aux_hidden_states"))
+        self._widen()
 
     @property
     def header(self) -> memoryview:
@@ -131,6 +129,14 @@ class StagingBuffers:
     def token_ids(self) -> memoryview:
         """The copy's token ids, on the host."""
         return memoryview(self._proof.numpy())[PAGE_BYTES:]
+
+    def _widen(self) -> None:
+        """Bring the features from the slot's element type into the row's, where they differ."""
+        stored, features = self._field("aux_hidden_states"), self.row.aux_hidden_states
+        if "aux_scales" in self._layout.fields:
+            dequantise(stored, self._field("aux_scales"), features)
+        elif stored.dtype != features.dtype:
+            features.copy_(stored)
 
     def _raw(self, name: str) -> Tensor:
         field = self._layout.fields[name]

@@ -72,6 +72,8 @@ class RingTable(Table):
 
     transport: Literal["auto", "host", "cuda_ipc"] = "auto"
     """Where slots live; auto chooses and says why in /status."""
+    aux_dtype: Literal["bf16", "fp8"] = "bf16"
+    """Element type of hidden states in rows; fp8 halves their bytes and costs some accuracy."""
     num_slots: int = Field(default=8, ge=1, le=4096)
     """Depth of the ring."""
     capacity: int = Field(default=2, ge=1, le=64)

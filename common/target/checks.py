@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
+from common.float8 import dequantise, quantise
 from common.target.features import FeatureTap, decoder_of, run_packed
 
 _LEAST_COSINE = 0.999
@@ -54,6 +55,20 @@ class IsolationCheck:
         return self.gap <= self.tolerance
 
 
+@dataclass(frozen=True)
+class Float8Check:
+    """What a row in float8 keeps of one document's features."""
+
+    error: float
+    """Mean over tokens of the relative error."""
+    layer_error: float
+    """Largest relative error that a token has in one layer."""
+    layer_id: int
+    """The layer that has it."""
+    cosine: float
+    """Least cosine over tokens."""
+
+
 @torch.no_grad()
 def check_features(
     model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor
@@ -86,6 +101,28 @@ def check_isolation(
         alone = run_packed(model, tap, ids, position_ids)
         errors.append(_errors_by_token(part, alone)[:_FIRST_TOKENS].mean().item())
     return IsolationCheck(gap=max(errors), tolerance=_NOISE[packed.dtype])
+
+
+def check_float8(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor) -> Float8Check:
+    """Write the features of one document [T] as float8 and read them back."""
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    kept = run_packed(model, tap, token_ids, positions)
+    got = torch.empty_like(kept)
+    values = torch.empty_like(kept, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(len(kept), device=kept.device)
+    quantise(kept, values, scales)
+    dequantise(values, scales, got)
+    by_layer = [
+        _errors_by_token(*parts).max().item()
+        for parts in zip(*(x.chunk(len(tap.layer_ids), dim=-1) for x in (got, kept)), strict=True)
+    ]
+    worst = by_layer.index(max(by_layer))
+    return Float8Check(
+        error=_errors_by_token(got, kept).mean().item(),
+        layer_error=by_layer[worst],
+        layer_id=tap.layer_ids[worst],
+        cosine=cosine_similarity(got.float(), kept.float(), dim=-1).min().item(),
+    )
 
 
 def packing_is_isolated(

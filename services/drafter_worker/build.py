@@ -23,6 +23,7 @@ from common.drafters.dflash.initialise import init_from_target, random_init
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import DFlashObjective
 from common.errors import CheckpointError, ConfigError, PeerLostError
+from common.float8 import check_device
 from common.ring.consumer import RingConsumer
 from common.target.loading import (
     TargetDescription,
@@ -121,6 +122,8 @@ def wait_for_schema(
 
 def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> None:
     """Refuse rows that this drafter cannot read, and anchors that no row can have."""
+    if schema.aux_dtype == "float8_e4m3fn":
+        check_device(torch.device(config.run.device))
     if config.drafter.num_anchors > schema.row_tokens:
         raise ConfigError(
             f"drafter.num_anchors got {config.drafter.num_anchors}, expected at most the "

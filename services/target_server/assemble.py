@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from common.config.shared import RunTable
-from common.contracts.rows import RowSchema
+from common.contracts.rows import AuxDtype, RowSchema
 from common.contracts.sequences import SequenceSet
 from common.errors import ConfigError
+from common.float8 import check_device
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import reclaim_dead_segments
@@ -35,6 +36,7 @@ from services.target_server.recipes import RecipeBook
 from services.target_server.server import TargetServer
 from services.target_server.transport import choose_transport, transport_that_fits
 
+AUX_DTYPES: dict[str, AuxDtype] = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +49,9 @@ def open_server(
         torch.set_num_threads(run.num_threads)
     gpu = torch.cuda.current_device() if run.device == "cuda" else None
     transport = choose_transport(run, config.ring, gpu)
+    is_float8 = config.ring.aux_dtype == "fp8"
+    if is_float8:
+        check_device(torch.device(run.device))
     description = describe_target(config.target)
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
     tokenizer = load_tokenizer(config.target)
@@ -57,7 +62,7 @@ def open_server(
     first = next(stream.rows())
     model = load_target(config.target, run.device)
     tap = FeatureTap(model, layer_ids)
-    checks = check_target(model, tap, first)
+    checks = check_target(model, tap, first, is_float8=is_float8)
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
     schema = make_schema(config, description, layer_ids, template_fingerprint(tokenizer, kwargs))
@@ -107,7 +112,7 @@ def make_schema(
         max_documents=config.data.max_documents,
         hidden_size=target.hidden_size,
         target_layer_ids=layer_ids,
-        aux_dtype="bfloat16",
+        aux_dtype=AUX_DTYPES[config.ring.aux_dtype],
         has_last_hidden_states=False,
         target_fingerprint=target.fingerprint,
         template_fingerprint=template,

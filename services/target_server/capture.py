@@ -7,8 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import NonFiniteTensorError
+from common.float8 import quantise
 from common.ring.layout import SlotLayout
 from common.ring.owner import WritableSlot
+from common.ring.slot_memory import SlotMemory
 from common.target.features import FeatureTap, run_packed, run_separately
 from common.tensors import slot_tensor
 from services.target_server.packing import PackedRow
@@ -45,10 +47,11 @@ class Capture:
     ) -> None:
         self._model = model
         self._tap = tap
-        self._layout = layout
         self._run = run_packed if is_packed else run_separately
         self._device = next(model.parameters()).device
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        is_float8 = layout.schema.aux_dtype == "float8_e4m3fn"
+        self._filler = Float8Filler(layout) if is_float8 else Bfloat16Filler(layout)
 
     def write(self, row: PackedRow, slot: WritableSlot) -> RowCopies:
         """Run the target and fill every field of the slot; wait for the result before publishing."""
@@ -62,24 +65,52 @@ class Capture:
             torch.from_numpy(row.position_ids[:used]).to(self._device),
         )
         is_finite = torch.isfinite(features).all()
-        aux_hidden_states = slot_tensor(self._layout, "aux_hidden_states", slot.memory)
         if self._stream is None:
-            fill(aux_hidden_states, features)
+            self._filler.fill(slot.memory, features)
             return RowCopies(row, features, is_finite, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            fill(aux_hidden_states, features)
+            self._filler.fill(slot.memory, features)
             told = torch.empty((), dtype=torch.bool, pin_memory=True)
             told.copy_(is_finite, non_blocking=True)
             event = self._stream.record_event(torch.cuda.Event(blocking=True))
         return RowCopies(row, features, told, event)
 
 
-def fill(
-    aux_hidden_states: Tensor,  # [T, L*H] of the slot
-    features: Tensor,  # [used, L*H]
-) -> None:
-    """Copy features in, and zero what an older row left behind them: it may not stay finite."""
-    used = len(features)
-    aux_hidden_states[:used].copy_(features, non_blocking=True)
-    aux_hidden_states[used:].zero_()
+class Bfloat16Filler:
+    """Copies features into slots."""
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self._layout = layout
+
+    def fill(self, memory: SlotMemory, features: Tensor) -> None:
+        """Write features [used, L*H], and zeros over what an older row left behind them."""
+        used = len(features)
+        aux_hidden_states = slot_tensor(self._layout, "aux_hidden_states", memory)
+        aux_hidden_states[:used].copy_(features, non_blocking=True)
+        aux_hidden_states[used:].zero_()
+
+
+class Float8Filler:
+    """Turns features into float8 on the target's device, straight into slots that lie there."""
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self._layout = layout
+        # For slots on the host: kernels and copies are on one stream, so one set serves every row.
+        self._on_gpu: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, memory: SlotMemory, features: Tensor) -> None:
+        """Write features [used, L*H], and zeros behind them."""
+        values = slot_tensor(self._layout, "aux_hidden_states", memory)
+        scales = slot_tensor(self._layout, "aux_scales", memory)
+        if values.device == features.device:
+            quantise(features, values, scales)
+            return
+        if self._on_gpu is None:
+            self._on_gpu = (
+                torch.empty_like(values, device=features.device),
+                torch.empty_like(scales, device=features.device),
+            )
+        quantise(features, *self._on_gpu)
+        values.copy_(self._on_gpu[0], non_blocking=True)
+        scales.copy_(self._on_gpu[1], non_blocking=True)

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.errors import CaptureMismatchError
-from common.target.checks import check_features, check_isolation
+from common.target.checks import check_features, check_float8, check_isolation
 from common.target.features import FeatureTap
 from services.target_server.packing import PackedRow
 
@@ -23,8 +23,13 @@ class TargetChecks:
     results: dict[str, str]
 
 
-def check_target(model: PreTrainedModel, tap: FeatureTap, row: PackedRow) -> TargetChecks:
-    """Compare features with the model's own hidden states, and packed with single documents."""
+def check_target(
+    model: PreTrainedModel, tap: FeatureTap, row: PackedRow, *, is_float8: bool
+) -> TargetChecks:
+    """Compare features with the model's own hidden states, and packed with single documents.
+
+    Where rows are in float8, measure what they lose.
+    """
     device = next(model.parameters()).device
     documents = [
         torch.from_numpy(row.token_ids[d.start : d.start + d.length]).to(device)
@@ -44,6 +49,12 @@ def check_target(model: PreTrainedModel, tap: FeatureTap, row: PackedRow) -> Tar
         f"{'isolated' if isolation.is_isolated else 'run separately'}: gap {isolation.gap:.1e}, "
         f"tolerance {isolation.tolerance:.1e}"
     )
+    if is_float8:
+        lost = check_float8(model, tap, documents[0])
+        results["float8"] = (
+            f"error {lost.error:.1e}, cosine {lost.cosine:.6f}, at most {lost.layer_error:.1e} in a "
+            f"token's layer (layer {lost.layer_id})"
+        )
     return TargetChecks(isolation.is_isolated, results)
 
 

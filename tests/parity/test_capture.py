@@ -9,7 +9,8 @@ import torch
 from common.config.shared import GroupTable, RingTable, TargetTable
 from common.contracts.rows import RowSchema
 from common.errors import NonFiniteTensorError
-from common.ring.owner import RingOwner
+from common.float8 import dequantise
+from common.ring.owner import RingOwner, WritableSlot
 from common.ring.segment import MemorySegment
 from common.target.features import FeatureTap
 from common.target.loading import load_target
@@ -41,14 +42,14 @@ def target(tmp_path: Path) -> torch.nn.Module:
     return load_target(TargetTable(model=str(tmp_path / "target"), dtype="float32"), "cpu")
 
 
-@pytest.fixture
-def ring(tmp_path: Path, target: torch.nn.Module) -> RingOwner:
+@pytest.fixture(params=["bfloat16", "float8_e4m3fn"])
+def ring(request: pytest.FixtureRequest, tmp_path: Path, target: torch.nn.Module) -> RingOwner:
     schema = RowSchema(
         row_tokens=128,
         max_documents=4,
         hidden_size=target.config.hidden_size,
         target_layer_ids=LAYERS,
-        aux_dtype="bfloat16",
+        aux_dtype=request.param,
         has_last_hidden_states=False,
         target_fingerprint="t",
         template_fingerprint="t",
@@ -61,21 +62,39 @@ def ring(tmp_path: Path, target: torch.nn.Module) -> RingOwner:
         yield owner
 
 
+def features_in(ring: RingOwner, slot: WritableSlot) -> torch.Tensor:
+    """Return what a drafter reads out of a slot, in float32."""
+    aux = slot_tensor(ring.layout, "aux_hidden_states", slot.memory)
+    if ring.layout.schema.aux_dtype == "bfloat16":
+        return aux.float()
+    out = torch.full(aux.shape, float("nan"))
+    dequantise(aux, slot_tensor(ring.layout, "aux_scales", slot.memory), out)
+    return out
+
+
+def tolerance_of(ring: RingOwner, features: torch.Tensor) -> dict[str, float]:
+    """Return half a step of the element type; the smallest of a float8 token have a fixed one."""
+    if ring.layout.schema.aux_dtype == "bfloat16":
+        return {"rtol": 2.0**-8, "atol": 0.0}
+    return {"rtol": 2.0**-4 + 1e-5, "atol": features.abs().max().item() * 2.0**-18}
+
+
 def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
     target: torch.nn.Module, ring: RingOwner
 ) -> None:
     row = make_packed_row((30, 41))
     slot = ring.loan(1.0)
     with FeatureTap(target, LAYERS) as tap, slot:
-        aux = slot_tensor(ring.layout, "aux_hidden_states", slot.memory)
-        aux.fill_(float("nan"))  # what an older row might have left
+        for name in ring.layout.fields:  # what an older row might have left: all NaN
+            slot_tensor(ring.layout, name, slot.memory).view(torch.uint8).fill_(0xFF)
         Capture(target, tap, ring.layout, is_packed=True).write(row, slot).wait()
+        aux = features_in(ring, slot)
         for document in row.documents:
             span = slice(document.start, document.start + document.length)
             ids = torch.from_numpy(row.token_ids[span]).long()[None]
             states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
             expected = torch.cat([states[layer + 1][0] for layer in LAYERS], -1)
-            torch.testing.assert_close(aux[span].float(), expected, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(aux[span], expected, **tolerance_of(ring, expected))
         assert (aux[row.used_tokens :] == 0).all()
         ids = slot_tensor(ring.layout, "token_ids", slot.memory)
         assert torch.equal(ids, torch.from_numpy(row.token_ids))

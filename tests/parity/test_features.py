@@ -6,7 +6,12 @@ from torch import nn
 
 from common.config.shared import TargetTable
 from common.errors import CaptureMismatchError
-from common.target.checks import check_features, check_isolation, packing_is_isolated
+from common.target.checks import (
+    check_features,
+    check_float8,
+    check_isolation,
+    packing_is_isolated,
+)
 from common.target.features import FeatureTap, decoder_of, run_packed, run_separately
 from common.target.loading import load_target
 from tests.targets import NUM_LAYERS, make_tiny_target
@@ -88,6 +93,16 @@ def test_packed_documents_have_the_features_they_have_singly(model):
         alone = [run_packed(model, tap, part, torch.arange(len(part))) for part in parts]
     assert torch.equal(separate, torch.cat(alone))
     torch.testing.assert_close(packed, separate, atol=1e-4, rtol=1e-4)
+
+
+def test_float8_check_measures_what_a_row_in_float8_loses(model):
+    with FeatureTap(model, LAYER_IDS) as tap:
+        lost = check_float8(model, tap, documents(40)[0])
+        # Rounding to four significant bits: 2^-4 at most, about 2.6 % on average.
+        assert 0.015 < lost.error < 0.04
+        assert lost.error < lost.layer_error < 2.0**-4 * 1.01
+        assert lost.layer_id in LAYER_IDS
+        assert 0.998 < lost.cosine < 0.9999
 
 
 def test_isolation_check_sees_documents_that_mix(model):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.contracts.rows import DocumentSpan
+from common.contracts.rows import DocumentSpan, RowSchema
 from common.errors import PeerLostError
+from common.float8 import quantise
 from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
@@ -21,9 +22,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[RingOwner]:
+def schema() -> RowSchema:
+    return make_schema()
+
+
+@pytest.fixture
+def owner(tmp_path: Path, schema: RowSchema) -> Iterator[RingOwner]:
     with RingOwner(
-        endpoint=endpoint_in(tmp_path), run="feed", schema=make_schema(), groups=make_groups(),
+        endpoint=endpoint_in(tmp_path), run="feed", schema=schema, groups=make_groups(),
         table=make_table(checksum_payload=True, max_attempts=2), backing=MemorySegment,
     ) as ring:  # fmt: skip
         yield ring
@@ -68,6 +74,26 @@ def test_staged_rows_are_copies_that_outlive_their_slot(
         publish(owner, sequence)
     assert (row.buffers.aux_hidden_states == 0.5).all()
     rows.give_back(row)
+
+
+@pytest.mark.parametrize("schema", [make_schema(aux_dtype="float8_e4m3fn")])
+def test_rows_in_float8_are_staged_wide_token_by_token_with_its_scale(
+    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+) -> None:
+    rows, _ = feed
+    features = torch.randn(9, 16) * torch.logspace(-3, 3, 9)[:, None]
+    with owner.loan(10) as slot:
+        values, scales = (
+            slot_tensor(owner.layout, name, slot.memory)
+            for name in ("aux_hidden_states", "aux_scales")
+        )
+        quantise(features, values, scales)
+        slot.publish(sequence=0, split="train", used_tokens=9, documents=())
+    staged = rows.next_row(10).buffers.aux_hidden_states
+    assert staged.dtype == torch.float32
+    assert (staged[9:] == 0).all()
+    errors = (staged[:9] - features).norm(dim=-1) / features.norm(dim=-1)
+    assert (errors < 0.05).all(), errors
 
 
 def test_no_more_rows_are_staged_than_there_are_buffers(
