@@ -7,7 +7,7 @@ they are done), a worker process stages them as the drafter worker does (`RowFee
 `write` (the reader releases without copying), `read` (the owner publishes without filling) and `both`
 at once; the headline is `both`. The limits are plain copies of the same size in the same run:
 
-    host, GPU   pinned copies to the host and to the GPU; both directions of the link at once
+    host, GPU   pinned copies to the host and to the GPU; for `both`, the two at once
     cuda_ipc    a copy inside the GPU's memory; both at once share its bandwidth, so half of it each
     host, CPU   one core's memcpy
 
@@ -104,7 +104,22 @@ def limits(backing: str, num_bytes: int, device: torch.device) -> dict[str, floa
         return {"write": rate, "read": rate, "both": rate / 2}
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     write, read = copy_rate(host, source), copy_rate(source, host)
-    return {"write": write, "read": read, "both": min(write, read)}
+    return {"write": write, "read": read, "both": duplex_rate(host, source)}
+
+
+def duplex_rate(host: torch.Tensor, device: torch.Tensor, repeats: int = 48) -> float:
+    """Return bytes a second in each direction of plain copies both ways at once."""
+    other_host, other_device = torch.empty_like(host, pin_memory=True), torch.empty_like(device)
+    out, back = torch.cuda.Stream(), torch.cuda.Stream()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        with torch.cuda.stream(out):
+            host.copy_(device, non_blocking=True)
+        with torch.cuda.stream(back):
+            other_device.copy_(other_host, non_blocking=True)
+    synchronize()
+    return repeats * host.nbytes / (time.perf_counter() - start)
 
 
 class Writer:

@@ -107,18 +107,18 @@ class StagingBuffers:
             aux_hidden_states=self._field("aux_hidden_states").to(dtype),
         )
 
-    def copy_from_slot(self, memory: SlotMemory) -> None:
-        """Copy a leased slot: payload, the copy's token ids, then the header (R1).
-
-        On CUDA all of it is enqueued on the current stream.
-        """
+    def copy_payload(self, memory: SlotMemory) -> None:
+        """Copy a leased slot's payload; on CUDA it is enqueued on the current stream."""
         self._payload.copy_(
             _slot_bytes(memory, PAGE_BYTES, self._layout.payload_bytes), non_blocking=True
         )
+        self._widen()
+
+    def copy_proof(self, memory: SlotMemory) -> None:
+        """Bring the copy's token ids to the host, then the header where only the GPU reads it (R1)."""
         self._proof[PAGE_BYTES:].copy_(self._raw("token_ids"), non_blocking=True)
         if memory.gpu is not None:
             self._proof[:PAGE_BYTES].copy_(_slot_bytes(memory, 0, PAGE_BYTES), non_blocking=True)
-        self._widen()
 
     @property
     def header(self) -> memoryview:
@@ -148,24 +148,34 @@ class StagingBuffers:
 
 
 class RowCopier:
-    """Copies leased slots into staging buffers; on CUDA on a stream of its own, several under way."""
+    """Copies leased slots into staging buffers; on CUDA on streams of its own, several under way.
+
+    Proofs have a stream to themselves: a small copy to the host can wait for a large one of another
+    process, and the next payload must not wait behind it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_cuda = device.type == "cuda"
+        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_cuda else None
 
     def start(self, lease: Lease, buffers: StagingBuffers) -> "RowCopy":
         """Begin a copy; `RowCopy.finish` tells how it went."""
-        if self._stream is None:
-            buffers.copy_from_slot(lease.memory)
+        if self._streams is None:
+            buffers.copy_payload(lease.memory)
+            buffers.copy_proof(lease.memory)
             return RowCopy(lease, buffers, None)
-        with torch.cuda.stream(self._stream):
-            buffers.copy_from_slot(lease.memory)
-            return RowCopy(lease, buffers, self._stream.record_event())
+        payloads, proofs = self._streams
+        with torch.cuda.stream(payloads):
+            buffers.copy_payload(lease.memory)
+        proofs.wait_stream(payloads)
+        with torch.cuda.stream(proofs):
+            buffers.copy_proof(lease.memory)
+            return RowCopy(lease, buffers, proofs.record_event())
 
     def wait_for_readers(self) -> None:
         """Later copies come after what the calling thread's stream has been given to do."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        if self._streams is not None:
+            self._streams[0].wait_stream(torch.cuda.current_stream())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from common.ring.consumer import RingConsumer
 from common.tensors import RowBuffers, RowCopier, RowCopy, StagingBuffers
 
 POLL_SECONDS = 0.2
-COPIES_UNDER_WAY = 2
+COPIES_UNDER_WAY = 3
 SILENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
