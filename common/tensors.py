@@ -12,6 +12,7 @@ from torch import Tensor
 from common.contracts.ring_messages import NackReason
 from common.contracts.rows import RowSchema
 from common.float8 import dequantise
+from common.ring import cuda
 from common.ring.layout import PAGE_BYTES, Field, SlotLayout
 from common.ring.lease import Lease
 from common.ring.slot_memory import SlotMemory
@@ -42,6 +43,15 @@ def _slot_bytes(memory: SlotMemory, offset: int, num_bytes: int) -> Tensor:
     return torch.as_tensor(
         _DeviceBytes(memory, offset, num_bytes), device=torch.device("cuda", memory.gpu)
     )
+
+
+def _copy_from_slot(to: Tensor, memory: SlotMemory, offset: int) -> None:
+    """Copy bytes of a slot; on CUDA on the current stream, from whichever GPU they lie on."""
+    if memory.gpu is None:
+        to.copy_(_slot_bytes(memory, offset, to.numel()), non_blocking=True)
+    else:
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda.copy(to.data_ptr(), memory.address + offset, to.numel(), stream)
 
 
 class _DeviceBytes:
@@ -109,16 +119,14 @@ class StagingBuffers:
 
     def copy_payload(self, memory: SlotMemory) -> None:
         """Copy a leased slot's payload; on CUDA it is enqueued on the current stream."""
-        self._payload.copy_(
-            _slot_bytes(memory, PAGE_BYTES, self._layout.payload_bytes), non_blocking=True
-        )
+        _copy_from_slot(self._payload, memory, PAGE_BYTES)
         self._widen()
 
     def copy_proof(self, memory: SlotMemory) -> None:
         """Bring the copy's token ids to the host, then the header where only the GPU reads it (R1)."""
         self._proof[PAGE_BYTES:].copy_(self._raw("token_ids"), non_blocking=True)
         if memory.gpu is not None:
-            self._proof[:PAGE_BYTES].copy_(_slot_bytes(memory, 0, PAGE_BYTES), non_blocking=True)
+            _copy_from_slot(self._proof[:PAGE_BYTES], memory, 0)
 
     @property
     def header(self) -> memoryview:

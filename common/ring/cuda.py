@@ -78,11 +78,16 @@ class CopyStream:
 
     def copy(self, to: int, source: int, num_bytes: int) -> None:
         """Enqueue a copy between any two addresses."""
-        call("cudaMemcpyAsync", to, source, num_bytes, _copy_kind(), self._stream)
+        copy(to, source, num_bytes, self._stream)
 
     def wait(self) -> None:
         """Wait for every copy that was enqueued."""
         call("cudaStreamSynchronize", self._stream)
+
+
+def copy(to: int, source: int, num_bytes: int, stream: Any) -> None:
+    """Enqueue a copy between any two addresses, also from a GPU that this process does not see."""
+    call("cudaMemcpyAsync", to, source, num_bytes, _copy_kind(), stream)
 
 
 def register(address: int, num_bytes: int) -> None:
