@@ -4,6 +4,9 @@ NVML sees every GPU, whatever CUDA_VISIBLE_DEVICES hides from this process: a wo
 that the target server does not see.
 """
 
+# nvmlGpuP2PCapsIndex_t; pynvml's own constant of this name is a tuple.
+_READ = 0
+
 
 def gpus_without_peer_access(uuid: str) -> list[str]:
     """Return the UUIDs of GPUs that cannot read this GPU's memory; empty where NVML cannot tell."""
@@ -30,5 +33,5 @@ def gpus_without_peer_access(uuid: str) -> list[str]:
 def _can_read(reader: object, owner: object) -> bool:
     import pynvml
 
-    status = pynvml.nvmlDeviceGetP2PStatus(reader, owner, pynvml.NVML_P2P_CAPS_INDEX_READ)
+    status = pynvml.nvmlDeviceGetP2PStatus(reader, owner, _READ)
     return status == pynvml.NVML_P2P_STATUS_OK

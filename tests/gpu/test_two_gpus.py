@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.ring import cuda
+from common.ring.peers import gpus_without_peer_access
 from tests.gpu.test_cuda_ring import READER, fill, make_owner
 from tests.rings import endpoint_in
 
@@ -25,6 +27,12 @@ def visible(gpu: int, by: str) -> str:
         ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
     ).stdout.split()  # fmt: skip
     return listed[gpu]
+
+
+def test_gpus_that_can_read_one_another_are_no_obstacle() -> None:
+    """The machine has NVLink or peer access over PCIe; CUDA and NVML agree."""
+    apart = gpus_without_peer_access(cuda.gpu_uuid(0))
+    assert (apart == []) == cuda.can_read_peer(1, 0)
 
 
 @pytest.mark.parametrize("by", ["index", "uuid", "all"])
