@@ -1,30 +1,38 @@
 """Two programs for the fault tests: a ring's owner and a worker, each a real process.
 
-    python -m tests.ring_programs owner|worker '<JSON of the plan>'
-
 Each appends what it does to `<name>.log`, one JSON object a line, before it goes on. A worker keeps
-a checkpoint as a real one does: the rows in its weights and the consumed set, in one file. Both end
-when their standard input does, so that no test leaves a process behind.
+a checkpoint as a real one does: the rows in its weights and the consumed set, in one file. Either
+can be told to hold at one point of a row's life, until `<name>.go` exists or a SIGTERM comes. Both
+stop on SIGTERM as the services do, and end when the process that started them does.
 """
 
 import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from common.config.shared import GroupTable
+from common.contracts.control_messages import RingReport
 from common.contracts.sequences import SequenceSet
 from common.errors import RingdraftError
-from common.lifecycle import write_atomically
+from common.lifecycle import stop_on_signals, write_atomically
 from common.ring import segment
 from common.ring.consumer import RingConsumer
 from common.ring.lease import Lease
 from common.ring.owner import RingOwner
-from tests.rings import endpoint_in, make_groups, make_schema, make_table, pattern, publish
+from tests.rings import endpoint_in, make_schema, make_table, write_row
+from tests.row_bytes import FIELDS, is_content
+
+# Points to hold at. An owner's: free, writing. A worker's: leased, copying, released,
+# consumed, each of one row; saved, settled, drained.
+OVER = "stream-is-over"
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,16 @@ class Plan:
     table: dict[str, Any] = field(default_factory=dict)
     capacity: int = 2
     commit_every: int = 4
-    hold_at: int = -1
-    """The worker's copy of this many-th row takes until `<name>.go` exists; so does the owner's
-    writing of the row of this number."""
+    hold_in: str = ""
+    """The point to hold at."""
+    hold_at: int = 0
+    """The row to hold at: a sequence for the owner, how many were leased before for a worker."""
+    group: str = "main"
+    """Of a worker."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=lambda: {"main": {}})
+    """Of an owner, with what their tables say."""
+    endpoint: str = ""
+    """A socket in the owner's place, where a worker is not to speak to it directly."""
 
 
 class Log:
@@ -74,153 +89,221 @@ def read_checkpoint(folder: Path, name: str) -> tuple[list[int], SequenceSet]:
     return state["trained"], SequenceSet.model_validate_json(json.dumps(state["consumed"]))
 
 
-def run_owner(plan: Plan) -> None:
-    """Publish every row that somebody lacks, again where one was lost, until all is committed."""
-    log, folder = Log(plan), Path(plan.folder)
-    log.write("reclaimed", num_bytes=segment.reclaim_dead_segments())
-    settled = SequenceSet()
+def read_settled(folder: Path, groups: Iterable[str]) -> dict[str, SequenceSet]:
+    """Return what the checkpoints of each group's workers hold together."""
+    settled = {group: SequenceSet() for group in groups}
     for path in folder.glob("checkpoint-*.json"):
-        settled = settled.union(read_checkpoint(folder, path.stem.removeprefix("checkpoint-"))[1])
-    with RingOwner(
-        endpoint=endpoint_in(folder),
-        run="fault",
-        schema=make_schema(),
-        table=make_table(**plan.table),
-        groups=make_groups(),
-        settled={"main": settled},
-    ) as owner:
-        log.write("ready", settled=settled.model_dump(mode="json"))
-        for sequence in rows_to_make(owner, plan):
-            log.write("publishing", sequence=sequence)
-            if sequence == plan.hold_at:
-                write_half(owner, sequence, log)
-                wait_for_go(plan)
-            publish(owner, sequence, timeout=100.0)
-        log.write("done", report=owner.report().model_dump(mode="json"))
+        group = json.loads(path.read_text())["group"]
+        consumed = read_checkpoint(folder, path.stem.removeprefix("checkpoint-"))[1]
+        settled[group] = settled[group].union(consumed)
+    return settled
 
 
-def write_half(owner: RingOwner, sequence: int, log: Log) -> None:
-    """Begin to write a row and leave it at that."""
-    writable = owner.loan(100.0)
-    assert writable is not None
-    view = writable.field("token_ids")
-    half = len(view) // 2
-    view[:half] = pattern(sequence) * half
-    log.write("writing", sequence=sequence, slot=writable.slot)
+class Program:
+    """What both programs have: a plan, a log, a stop event, a point to hold at."""
+
+    def __init__(self, plan: Plan, stop: threading.Event) -> None:
+        self.plan = plan
+        self.folder = Path(plan.folder)
+        self.log = Log(plan)
+        self.stop = stop
+        self._go = self.folder / f"{plan.name}.go"
+
+    def pause(self, point: str, number: int | None = None, **values: Any) -> None:
+        """Hold here if the plan says so."""
+        here = self.plan.hold_in == point and number in (None, self.plan.hold_at)
+        if not here or self._go.exists():
+            return
+        self.log.write("holding", point=point, **values)
+        while not self._go.exists() and not self.stop.wait(0.01):
+            pass
 
 
-def wait_for_go(plan: Plan) -> None:
-    """Wait until the test says go."""
-    while not (Path(plan.folder) / f"{plan.name}.go").exists():
-        time.sleep(0.01)
+class LoggedAccount(Counter[str]):
+    """A group's account in which a row that is given up is on disk before anybody hears of it."""
+
+    def __init__(self, log: Log, group: str) -> None:
+        super().__init__()
+        self._log, self._group = log, group
+
+    def __setitem__(self, account: str, count: int) -> None:
+        if account in ("poison", "skipped"):
+            self._log.write(account, group=self._group)
+        super().__setitem__(account, count)
 
 
-def rows_to_make(owner: RingOwner, plan: Plan) -> Iterator[int]:
-    """Yield sequences as a target server does: lost ones first, then fresh ones that are wanted."""
-    cursor = 0
-    while not owner.is_drained():
-        sequence = owner.next_recapture()
-        while sequence is None and cursor < plan.num_rows:
-            sequence = cursor if owner.wants(cursor) else None
-            cursor += 1
-        if sequence is not None:
-            yield sequence
-            time.sleep(plan.row_seconds)
-        else:
-            owner.end(plan.num_rows - 1)
-            time.sleep(0.02)
+class Owner(Program):
+    """Publishes every row that somebody lacks, again where one was lost, until all is committed."""
+
+    def run(self) -> None:
+        """Serve until the stream is drained or a stop is asked for."""
+        self.log.write("reclaimed", num_bytes=segment.reclaim_dead_segments())
+        groups = {name: GroupTable(**table) for name, table in self.plan.groups.items()}
+        settled = read_settled(self.folder, groups)
+        with RingOwner(
+            endpoint=endpoint_in(self.folder),
+            run="fault",
+            schema=make_schema(),
+            table=make_table(**self.plan.table),
+            groups=groups,
+            settled=settled,
+        ) as owner:
+            for group in groups:
+                owner._protocol.book.accounts[group] = LoggedAccount(self.log, group)
+            told = {group: known.model_dump(mode="json") for group, known in settled.items()}
+            self.log.write("ready", settled=told)
+            for sequence in self._rows_to_make(owner):
+                self._make(owner, sequence)
+            self._write_report(owner)
+        if not self.stop.is_set():
+            (self.folder / OVER).touch()
+
+    def _rows_to_make(self, owner: RingOwner) -> Iterator[int]:
+        """Yield sequences as a target server does: lost ones first, then fresh ones."""
+        cursor, num_rows = 0, self.plan.num_rows
+        while not self.stop.is_set() and not owner.is_drained():
+            check_accounts(owner.report())
+            sequence = owner.next_recapture()
+            while sequence is None and cursor < num_rows:
+                sequence = cursor if owner.wants(cursor) else None
+                cursor += 1
+            if sequence is not None:
+                yield sequence
+                self.stop.wait(self.plan.row_seconds)
+                continue
+            owner.end(num_rows - 1)
+            self.log.write("ended")
+            self.stop.wait(0.02)
+
+    def _make(self, owner: RingOwner, sequence: int) -> None:
+        self.log.write("publishing", sequence=sequence)
+        self.pause("free", sequence)
+        slot = None
+        while slot is None and not self.stop.is_set():
+            slot = owner.loan(0.2)
+        if slot is not None:
+            write_row(
+                slot, owner.layout, sequence, half_way=lambda: self.pause("writing", sequence)
+            )
+            self.log.write("published", sequence=sequence, slot=slot.slot)
+
+    def _write_report(self, owner: RingOwner) -> None:
+        report = owner.report()
+        check_accounts(report)
+        event = "stopped" if self.stop.is_set() else "done"
+        self.log.write(event, report=report.model_dump(mode="json"))
 
 
-class Trainer:
+def check_accounts(report: RingReport) -> None:
+    """Every row that was published is in exactly one account (R6)."""
+    for account in report.groups:
+        ended = account.released + account.poison + account.skipped
+        assert account.published == ended + account.in_ring, account
+
+
+class Trainer(Program):
     """Trains on rows one by one; the weights are the list of rows they have seen."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._folder = Path(plan.folder)
-        self._log = Log(plan)
-        self._trained, consumed = read_checkpoint(self._folder, plan.name)
+    def __init__(self, plan: Plan, stop: threading.Event) -> None:
+        super().__init__(plan, stop)
+        self._trained, consumed = read_checkpoint(self.folder, plan.name)
         self._saved = len(self._trained)
-        self._num_copied = 0
+        self._num_leased = 0
         self._consumer = RingConsumer(
-            endpoint=endpoint_in(self._folder), worker_id=plan.name, group="main",
-            capacity=plan.capacity, consumed=consumed,
+            endpoint=Path(plan.endpoint or endpoint_in(self.folder)), worker_id=plan.name,
+            group=plan.group, capacity=plan.capacity, consumed=consumed,
         )  # fmt: skip
 
     def run(self) -> None:
-        """Train until the stream is drained."""
-        self._log.write("started", consumed=self._consumer.consumed.model_dump(mode="json"))
-        while not self._consumer.is_drained:
+        """Train until the stream is drained or a stop is asked for."""
+        self.log.write("started", consumed=self._consumer.consumed.model_dump(mode="json"))
+        while not self.stop.is_set() and not self._is_over():
             lease = self._consumer.acquire(0.05)
             if lease is not None:
                 self._train_on(lease)
-            if len(self._trained) - self._saved >= self._plan.commit_every or (
-                lease is None and self._consumer.is_settled
-            ):
+                self._num_leased += 1
+            is_settled = lease is None and self._consumer.is_settled
+            if is_settled:
+                self.pause("settled")
+            if is_settled or len(self._trained) - self._saved >= self.plan.commit_every:
                 self._save()
+        self.pause("drained")
+        self._save()
         self._consumer.close()
-        self._log.write("done")
+        self.log.write("stopped" if self.stop.is_set() else "done")
+
+    def _is_over(self) -> bool:
+        """Whether all is committed; an owner that has ended says so in the run's folder."""
+        return self._consumer.is_drained or (self.folder / OVER).exists()
 
     def _train_on(self, lease: Lease) -> None:
-        sequence = lease.descriptor.sequence
-        copied = lease.read("token_ids")
-        if self._num_copied == self._plan.hold_at:
-            self._hold(sequence)
-        self._num_copied += 1
-        if not lease.is_intact(copied):
-            self._log.write("torn", sequence=sequence)
+        told, number = lease.descriptor, self._num_leased
+        sequence = told.sequence
+        self.log.write(
+            "leased", sequence=sequence,
+            delivery=(told.ring_epoch, told.lease.slot, told.lease.generation, told.attempt),
+        )  # fmt: skip
+        self.pause("leased", number, sequence=sequence)
+        copies = {}
+        for name in FIELDS:
+            copies[name] = lease.read(name)
+            if name == FIELDS[0]:
+                self.pause("copying", number, sequence=sequence)
+        if self.stop.is_set():
+            lease.nack("stopping")
+            return
+        if not lease.is_intact(copies["token_ids"]):
+            self.log.write("torn", sequence=sequence)
             lease.nack("torn")
             return
-        assert set(copied) == set(pattern(sequence)), sequence
+        assert is_content(sequence, copies), f"row {sequence}: bytes of another row"
         lease.release()
-        time.sleep(self._plan.row_seconds)
+        self.pause("released", number)
+        if not self.stop.is_set():  # else: staged and never trained, it has to come again
+            self._step(sequence, number)
+
+    def _step(self, sequence: int, number: int) -> None:
+        time.sleep(self.plan.row_seconds)
         self._trained.append(sequence)
-        self._log.write("trained", sequence=sequence)
+        self.log.write("trained", sequence=sequence)
         self._consumer.mark_consumed({sequence})
         self._consumer.return_buffer()
-
-    def _hold(self, sequence: int) -> None:
-        self._log.write("holding", sequence=sequence)
-        wait_for_go(self._plan)
+        self.pause("consumed", number)
 
     def _save(self) -> None:
         if self._saved < len(self._trained):
             consumed = self._consumer.consumed.model_dump(mode="json")
-            state = json.dumps({"trained": self._trained, "consumed": consumed})
-            write_atomically(self._folder / f"checkpoint-{self._plan.name}.json", state)
+            state = {"group": self.plan.group, "trained": self._trained, "consumed": consumed}
+            path = self.folder / f"checkpoint-{self.plan.name}.json"
+            write_atomically(path, json.dumps(state))
             self._saved = len(self._trained)
-            self._log.write("saved", trained=self._trained)
+            self.log.write("saved", trained=self._trained)
+            self.pause("saved")
         self._consumer.mark_committed()
 
 
-def die_with_the_test() -> None:
-    """End this process when the test that started it is gone."""
+def end_with_the_test() -> None:
+    """See to it that this process ends when the one that started it is gone."""
+    threading.Thread(target=_watch_the_test, daemon=True).start()
 
-    def watch() -> None:
-        sys.stdin.buffer.read()
+
+def _watch_the_test() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
         os._exit(3)
 
-    threading.Thread(target=watch, daemon=True).start()
 
-
-def main(kind: str, plan: Plan) -> int:
-    """Run one of the programs; return its exit code."""
-    die_with_the_test()
+def run_program(kind: str, plan: Plan) -> None:
+    """Be one of the programs, in a process of its own; errors go to `<name>.err`."""
+    errors = Path(plan.folder) / f"{plan.name}.err"
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    end_with_the_test()
     segment.SEGMENT_DIRECTORY = Path(plan.shared_memory)
+    program = {"owner": Owner, "worker": Trainer}[kind]
     try:
-        if kind == "owner":
-            run_owner(plan)
-        else:
-            Trainer(plan).run()
+        program(plan, stop_on_signals()).run()
     except RingdraftError as error:
         Log(plan).write("failed", error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
-def arguments(kind: str, plan: Plan) -> list[str]:
-    """Return the command line of a program."""
-    return [sys.executable, "-m", "tests.ring_programs", kind, json.dumps(asdict(plan))]
-
-
-if __name__ == "__main__":
-    os._exit(main(sys.argv[1], Plan(**json.loads(sys.argv[2]))))  # at once: a goodbye must be out
+        os._exit(1)
+    os._exit(0)  # at once: a goodbye must be out

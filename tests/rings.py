@@ -24,11 +24,13 @@ from common.contracts.rows import DocumentSpan, RowSchema
 from common.contracts.sequences import SequenceSet
 from common.ring.book import PublishedRow
 from common.ring.consumer import RingConsumer
-from common.ring.layout import unpack_documents
+from common.ring.layout import PAGE_BYTES, SlotLayout, unpack_documents
 from common.ring.lease import Lease
 from common.ring.owner import RingOwner
 from common.ring.protocol import OwnerProtocol
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
+from common.ring.writable import WritableSlot
+from tests.row_bytes import FIELDS, content, is_content
 
 EPOCH = 0xE70C
 WATCHDOG_SECONDS = 60.0
@@ -70,21 +72,33 @@ def make_groups(*names: str, **changes: object) -> dict[str, GroupTable]:
     return {name: GroupTable(**changes) for name in names or ("main",)}
 
 
-def pattern(sequence: int) -> bytes:
-    """Return the byte that fills a field of row `sequence`."""
-    return bytes([(sequence * 37 + 11) % 251])
+def nothing() -> None:
+    """Do nothing."""
 
 
 def publish(owner: RingOwner, sequence: int, timeout: float = 10.0) -> None:
-    """Write and publish one row whose fields hold its pattern."""
-    writable = owner.loan(timeout)
-    assert writable is not None, "the ring stayed full"
-    with writable:
-        for name in ("token_ids", "aux_hidden_states"):
-            num_bytes = owner.layout.fields[name].num_bytes
-            writable.write(name, pattern(sequence) * num_bytes)
-        documents = (DocumentSpan(sample_id=sequence, tag=0, start=0, length=100),)
-        writable.publish(sequence=sequence, split="train", used_tokens=100, documents=documents)
+    """Write and publish one row, every field of it."""
+    slot = owner.loan(timeout)
+    assert slot is not None, "the ring stayed full"
+    write_row(slot, owner.layout, sequence)
+
+
+def write_row(
+    slot: WritableSlot, layout: SlotLayout, sequence: int, half_way: Callable[[], None] = nothing
+) -> None:
+    """Fill a slot and publish it; `half_way` is called before the last of its fields."""
+    with slot:
+        for name in FIELDS:
+            if name == FIELDS[-1]:
+                half_way()
+            slot.write(name, content(sequence, name, layout.fields[name].num_bytes))
+        documents = documents_of(sequence)
+        slot.publish(sequence=sequence, split="train", used_tokens=100, documents=documents)
+
+
+def documents_of(sequence: int) -> tuple[DocumentSpan, ...]:
+    """Return the documents of a row."""
+    return (DocumentSpan(sample_id=sequence, tag=sequence % 7, start=0, length=100),)
 
 
 def endpoint_in(directory: Path) -> Path:
@@ -170,9 +184,11 @@ class Reader:
         sequence = self.take(timeout)
         if sequence is None:
             return None
-        tokens, features = self.copy(sequence), self.copy(sequence, "aux_hidden_states")
-        assert self.is_intact(sequence, tokens)
-        assert set(tokens) == set(features) == set(pattern(sequence))
+        copies = {name: self.copy(sequence, name) for name in FIELDS}
+        documents = self.documents(sequence)
+        assert self.is_intact(sequence, copies["token_ids"])
+        assert is_content(sequence, copies)
+        assert documents == documents_of(sequence)
         self.release(sequence)
         self.train(sequence)
         return sequence
@@ -216,9 +232,17 @@ class RemoteReader:
         return answer
 
 
+def make_segment(num_slots: int) -> SegmentRef:
+    """Return a segment with room for `row`s, which is not there."""
+    return SegmentRef(
+        backing="memory", name="s", num_bytes=num_slots * 2 * PAGE_BYTES, num_slots=num_slots,
+        owner_pid=1,
+    )  # fmt: skip
+
+
 def row(sequence: int) -> PublishedRow:
     """Return what a descriptor says of a row."""
-    return PublishedRow(sequence, "train", 100, 4096, 7)
+    return PublishedRow(sequence, "train", 100, PAGE_BYTES, 7)
 
 
 def sequences(*members: int, low: int = 0) -> SequenceSet:
@@ -295,12 +319,10 @@ class Bench:
         settled: dict[str, SequenceSet] | None = None,
         **table: object,
     ) -> None:
-        segment = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=num_slots,
-                             owner_pid=1)  # fmt: skip
         self.now = 1000.0
         self.table = make_table(num_slots=num_slots, **table)
         self.owner = OwnerProtocol(
-            EPOCH, segment, make_schema(), table=self.table, groups=groups or make_groups(),
+            EPOCH, make_segment(num_slots), make_schema(), table=self.table, groups=groups or make_groups(),
             settled=settled,
         )  # fmt: skip
         self._next_session = 100

@@ -26,10 +26,10 @@ from common.ring.owner import RingOwner
 from tests.conformance.conftest import Rings, rings_in
 from tests.rings import (
     make_schema,
-    pattern,
     publish,
     segments_of,
     wait_until,
+    write_row,
 )
 
 
@@ -147,9 +147,7 @@ def test_a_slot_rewritten_under_an_expired_lease_fails_the_check_after_the_copy(
     slot = owner.loan(60.0)  # the lease expires, the row is poison, the slot is written again
     assert slot is not None
     assert not reader.is_intact(0, copied)
-    with slot:
-        slot.field("token_ids")[:] = pattern(0) * len(slot.field("token_ids"))
-        slot.publish(sequence=0, split="train", used_tokens=1, documents=())
+    write_row(slot, owner.layout, 0)
     assert not reader.is_intact(0, copied)
     assert not reader.is_payload_intact(0)
     reader.nack(0, "torn")

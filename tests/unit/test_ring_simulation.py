@@ -21,18 +21,17 @@ from common.contracts.ring_messages import (
     Pulse,
     Refused,
     Release,
-    SegmentRef,
     Welcome,
 )
 from common.contracts.sequences import SequenceSet
 from common.errors import RingError
 from common.ring.protocol import OwnerProtocol
 from common.ring.worker_protocol import WorkerProtocol
-from tests.rings import EPOCH, Bench, make_groups, make_schema, make_table, row
+from tests.rings import EPOCH, Bench, make_groups, make_schema, make_segment, make_table, row
 
 NUM_ROWS, NUM_SLOTS, CAPACITY = 12, 3, 2
 TABLE = make_table(num_slots=NUM_SLOTS, max_attempts=1000)
-SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=NUM_SLOTS, owner_pid=1)
+SEGMENT = make_segment(NUM_SLOTS)
 
 
 @dataclass

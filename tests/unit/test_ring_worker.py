@@ -15,15 +15,14 @@ from common.contracts.ring_messages import (
     RefusalKind,
     Refused,
     Release,
-    SegmentRef,
     Welcome,
 )
 from common.contracts.sequences import SequenceSet
 from common.errors import ConfigError, MessageError, RingError, SlotStateError
 from common.ring.worker_protocol import WorkerProtocol
-from tests.rings import EPOCH, make_schema, sequences
+from tests.rings import EPOCH, make_schema, make_segment, sequences
 
-SEGMENT = SegmentRef(backing="memory", name="s", num_bytes=4096, num_slots=4, owner_pid=1)
+SEGMENT = make_segment(4)
 
 
 def worker(capacity: int = 2, consumed: SequenceSet | None = None) -> WorkerProtocol:
