@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from common.config.loading import Table
+from common.contracts.ring_messages import Seconds
 
 # A UNIX socket's path has at most 107 bytes; the longest name in a run directory is this long.
 _LONGEST_SOCKET_NAME = len("/target-99.sock")
@@ -78,17 +79,17 @@ class RingTable(Table):
     """Depth of the ring."""
     capacity: int = Field(default=2, ge=1, le=64)
     """Rows a worker can hold at once (its staging buffers)."""
-    heartbeat_seconds: float = Field(default=0.5, gt=0)
+    heartbeat_seconds: Seconds = 0.5
     """Interval of a session's heartbeats."""
-    session_timeout_seconds: float = Field(default=10.0, gt=0)
+    session_timeout_seconds: Seconds = 10.0
     """Silence after which a session is dead."""
-    lease_seconds: float = Field(default=10.0, gt=0)
+    lease_seconds: Seconds = 10.0
     """A lease that no heartbeat renews for this long expires."""
-    lease_max_seconds: float = Field(default=60.0, gt=0)
+    lease_max_seconds: Seconds = 60.0
     """A lease is never renewed past this age."""
     max_attempts: int = Field(default=3, ge=1)
     """Deliveries of a row to a group before it is poison."""
-    resume_wait_seconds: float = Field(default=5.0, ge=0)
+    resume_wait_seconds: float = Field(default=5.0, ge=0, le=86_400.0)
     """How long a dead session's rows wait for its successor before they are captured again."""
     checksum_payload: bool = False
     """Whether each slot's payload carries an xxh3 checksum that readers verify."""

@@ -23,7 +23,8 @@ from common.contracts.sequences import Sequence, SequenceSet
 
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.001, le=86_400.0)]
+"""An interval: what a poll can wait for, and not so short that it is none."""
 NackReason = Literal["torn", "corrupt", "stopping"]
 RefusalKind = Literal["unknown_session", "unknown_group", "ended_session", "replaced"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]

@@ -104,10 +104,16 @@ class HostSegment:
                 f"(containers: ipc of one service)"
             ) from error
         try:
-            size = os.fstat(descriptor).st_size
-            if size != ref.num_bytes:
+            status = os.fstat(descriptor)
+            if not _is_private(status):
+                raise SegmentError(
+                    f"segment {path}: got mode {stat.filemode(status.st_mode)} of uid "
+                    f"{status.st_uid}, expected a file that uid {os.geteuid()} alone can use; it is "
+                    f"no ring's, or worker and target server run as different users"
+                )
+            if status.st_size != ref.num_bytes:
                 raise LayoutMismatchError(
-                    f"segment {path}: got {size} bytes, expected {ref.num_bytes}"
+                    f"segment {path}: got {status.st_size} bytes, expected {ref.num_bytes}"
                 )
             return cls(ref, descriptor, is_owner=False, gpu=gpu)
         except BaseException:
@@ -217,7 +223,8 @@ def _unmap(memory: mmap.mmap, view: memoryview, address: int, num_pinned: int) -
 def reclaim_dead_segments() -> int:
     """Remove ring segments whose owner is dead; return the bytes that came back.
 
-    What merely begins like a ring's name, and what a live owner has locked, is left alone.
+    What merely begins like a ring's name, what others than this user can use, and what a live owner
+    has locked, is left alone.
     """
     reclaimed = 0
     for path in sorted(SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}*")):
@@ -231,7 +238,7 @@ def reclaim_dead_segments() -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink == 0:
+            if not _is_private(status) or status.st_nlink == 0:
                 continue
             path.unlink(missing_ok=True)
             reclaimed += status.st_size
@@ -241,6 +248,12 @@ def reclaim_dead_segments() -> int:
         finally:
             os.close(descriptor)
     return reclaimed
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether it is a file as `_create_locked` makes them."""
+    is_file = stat.S_ISREG(status.st_mode)
+    return is_file and not status.st_mode & 0o077 and status.st_uid == os.geteuid()
 
 
 def _create_locked(path: Path) -> int:

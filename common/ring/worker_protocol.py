@@ -25,6 +25,7 @@ from common.contracts.ring_messages import (
 )
 from common.contracts.sequences import SequenceSet
 from common.errors import ConfigError, MessageError, RingError, SlotStateError
+from common.ring.layout import PAGE_BYTES
 
 # A lease whose answer is older than this many others is no longer on the owner's record.
 _OUTCOMES_KEPT = 65_536
@@ -176,8 +177,7 @@ class WorkerProtocol:
         welcome = self.welcome
         if welcome is None or (told.session, told.ring_epoch) != (self.session, welcome.ring_epoch):
             return False
-        if told.lease.slot >= welcome.segment.num_slots:
-            raise MessageError("malformed", f"slot {told.lease.slot} is not of the ring")
+        _check_bounds(told, welcome)
         lease_id = told.lease.lease_id
         if lease_id in self._outcomes:
             self.outbox.append(self._outcome(told, self._outcomes[lease_id]))
@@ -247,3 +247,20 @@ class WorkerProtocol:
             "lease": told.lease,
         }
         return Release(**answer) if reason is None else Nack(**answer, reason=reason)  # type: ignore[arg-type]
+
+
+def _check_bounds(told: Descriptor, welcome: Welcome) -> None:
+    """Refuse a row that no slot of the ring can hold."""
+    segment = welcome.segment
+    slot_bytes = segment.num_bytes // segment.num_slots
+    limits = {
+        "slot": (told.lease.slot, segment.num_slots - 1),
+        "num_bytes": (told.num_bytes, slot_bytes - PAGE_BYTES),
+        "used_tokens": (told.used_tokens, welcome.row_schema.row_tokens),
+    }
+    for name, (value, most) in limits.items():
+        if value > most:
+            raise MessageError(
+                "malformed",
+                f"Descriptor of row {told.sequence}: {name} got {value}, at most {most}",
+            )

@@ -131,6 +131,14 @@ def test_the_resolved_config_loads_to_itself() -> None:
     assert LauncherConfig.model_validate(json.loads(describe(config))) == config
 
 
+@pytest.mark.parametrize("value", [float("inf"), 1e308, 1e-9, 0.0, -1.0])
+@pytest.mark.parametrize("key", ["heartbeat_seconds", "lease_seconds", "session_timeout_seconds"])
+def test_a_ring_takes_no_time_that_a_message_cannot_say(key: str, value: float) -> None:
+    """Its owner would end at the first Hello."""
+    with pytest.raises(ValueError, match=key):
+        RingTable(**{key: value})
+
+
 @pytest.mark.parametrize(
     "model", [RunTable, RingTable, ControlPlaneTable, GroupTable, LauncherTable]
 )

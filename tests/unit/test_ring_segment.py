@@ -122,6 +122,7 @@ def test_a_name_that_is_not_a_ring_s_is_refused(place: Path, name: str) -> None:
 
 
 def test_a_segment_of_another_size_is_refused(place: Path) -> None:
+    (place / NAME).touch(0o600)
     (place / NAME).write_bytes(bytes(100))
     with pytest.raises(LayoutMismatchError, match="got 100 bytes, expected 4096"):
         attach(ref_to(NAME))
