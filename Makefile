@@ -9,7 +9,7 @@ READY := .venv/.ready
 MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup check fix test test-gpu demo bench up down clean
+.PHONY: setup check fix test hammer test-gpu demo bench up down clean
 
 setup: $(READY) $(MODEL)/config.json
 
@@ -38,6 +38,11 @@ fix: $(READY)
 
 test: setup check
 	$(BIN)/pytest tests
+
+# The long forms of the ring's fault tests: all kill schedules, 20,000 rows, noisy sockets; a fuzzer.
+hammer: setup
+	$(BIN)/pytest tests -m hammer
+	$(BIN)/python -m tests.fuzz_decoder --seconds 300
 
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu
