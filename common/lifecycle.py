@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -94,6 +94,14 @@ class FileLock:
 
     def acquire(self, remedy: str) -> "FileLock":
         """Take the lock, or raise `ConfigError` naming its holder and the `remedy`."""
+        if not self.try_acquire():
+            raise ConfigError(
+                f"{str(self._path)!r} is locked by {_describe_holder(self._path)}; {remedy}"
+            )
+        return self
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody holds it; raise `ConfigError` where the file cannot be made."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -104,15 +112,13 @@ class FileLock:
             ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except BlockingIOError:
             os.close(fd)
-            raise ConfigError(
-                f"{str(self._path)!r} is locked by {_describe_holder(self._path)}; {remedy}"
-            ) from error
+            return False
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": os.getpid(), "holder": self._holder}).encode(), 0)
         self._fd = fd
-        return self
+        return True
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""
@@ -130,6 +136,15 @@ class FileLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def claim_lowest(paths: Iterable[Path], holder: str) -> tuple[int, FileLock] | None:
+    """Take the first lock that nobody holds; return its place and the lock, None without one."""
+    for index, path in enumerate(paths):
+        lock = FileLock(path, holder)
+        if lock.try_acquire():
+            return index, lock
+    return None
 
 
 def lock_holder(path: Path) -> int | None:

@@ -12,6 +12,7 @@ from common.contracts.control_messages import (
     TargetReport,
     WorkerReport,
 )
+from common.contracts.sequences import ONE_RING
 
 RUN = "demo"
 _NAMES = {"target_server": "target-0", "drafter_worker": "worker-0", "evaluator": "evaluator"}
@@ -48,9 +49,10 @@ def ring_report(**fields: Any) -> RingReport:
         committed=5, open=4, requeued=1, recaptured=0, poison_late=0,
     )  # fmt: skip
     values = {
-        "ring_epoch": (1 << 63) + 12345, "transport": "host", "transport_reason": "no GPU here",
+        "ring_epoch": (1 << 63) + 12345, "shard": ONE_RING, "transport": "host", "transport_reason": "no GPU here",
         "num_bytes": 1 << 20, "slots": {"free": 5, "published": 3}, "deliveries": {"ready": 3},
-        "oldest_lease_seconds": 0.5, "groups": (account,), "stale_calls": {"release": 2},
+        "oldest_lease_seconds": 0.5, "high_watermark": 8, "low_watermark": 7, "is_blocked": False,
+        "groups": (account,), "absent_groups": (), "stale_calls": {"release": 2},
         "refused_messages": {"malformed": 4}, "reclaimed": {"expired": 1},
     }  # fmt: skip
     return RingReport.model_validate(values | fields)

@@ -21,7 +21,7 @@ from common.contracts.ring_messages import (
     SegmentRef,
 )
 from common.contracts.rows import DocumentSpan, RowSchema
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet
 from common.ring.book import PublishedRow
 from common.ring.consumer import RingConsumer
 from common.ring.layout import PAGE_BYTES, SlotLayout, unpack_documents
@@ -272,6 +272,7 @@ class Worker:
             "ring_epoch": EPOCH, "session": self.session, "capacity": 2, "held": (), "pid": 1,
             "worker_id": self.worker_id, "group": self.group, "consumed": SequenceSet(),
             "committed": SequenceSet(), "staged": SequenceSet(), "reason": "corrupt",
+            "shard": ONE_RING,
             **fields,
         }  # fmt: skip
         if "number" in kind.model_fields and "number" not in defaults:

@@ -1,5 +1,6 @@
 """Tables that more than one service reads."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,6 +67,8 @@ class TargetTable(Table):
     """Arguments of the chat template, such as enable_thinking."""
     mask_token_id: int = -1
     """Token id of the drafter's mask slots; -1: the first row behind the tokenizer's last id."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Target servers of the run, each with a ring of its own and its share of the rows."""
 
 
 class RingTable(Table):
@@ -76,9 +79,13 @@ class RingTable(Table):
     aux_dtype: Literal["bf16", "fp8"] = "bf16"
     """Element type of hidden states in rows; fp8 halves their bytes and costs some accuracy."""
     num_slots: int = Field(default=8, ge=1, le=4096)
-    """Depth of the ring."""
+    """Depth of each ring."""
     capacity: int = Field(default=2, ge=1, le=64)
-    """Rows a worker can hold at once (its staging buffers)."""
+    """Rows of each ring that a worker can hold at once: its staging buffers, so many a target."""
+    high_watermark: float = Field(default=1.0, gt=0, le=1)
+    """Filled part of the ring at which the target stops and waits."""
+    low_watermark: float | None = Field(default=None, ge=0, lt=1)
+    """Filled part down to which it waits then; not set: until the ring is below the high one."""
     heartbeat_seconds: Seconds = 0.5
     """Interval of a session's heartbeats."""
     session_timeout_seconds: Seconds = 10.0
@@ -93,6 +100,24 @@ class RingTable(Table):
     """How long a dead session's rows wait for its successor before they are captured again."""
     checksum_payload: bool = False
     """Whether each slot's payload carries an xxh3 checksum that readers verify."""
+
+    @property
+    def watermark_slots(self) -> tuple[int, int]:
+        """The high and the low watermark in slots, the low one below the high one."""
+        # Rounded first: 0.1 of 30 slots is 3 of them, not a little more.
+        high = max(1, math.ceil(round(self.high_watermark * self.num_slots, 6)))
+        if self.low_watermark is None:
+            return high, high - 1
+        return high, min(high - 1, math.floor(round(self.low_watermark * self.num_slots, 6)))
+
+    @model_validator(mode="after")
+    def _watermarks_agree(self) -> "RingTable":
+        if self.low_watermark is not None and self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark got {self.low_watermark}, expected less than high_watermark "
+                f"{self.high_watermark}: the target waits from the high one down to the low one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _times_agree(self) -> "RingTable":
@@ -112,6 +137,9 @@ class GroupTable(Table):
     """What happens to a row that the group does not take in time."""
     group_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long `skip` waits for the group."""
+    detach_after_seconds: float = Field(default=0.0, ge=0)
+    """How long the group may be without a worker, while another group is served, before rows are
+    skipped for it at once; 0: for ever."""
 
 
 class ControlPlaneTable(Table):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from common.contracts.record import Record
 from common.errors import MessageError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
 

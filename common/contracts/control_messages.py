@@ -12,6 +12,7 @@ from pydantic import Field
 from common.contracts.codec import Decoder
 from common.contracts.record import Record
 from common.contracts.ring_messages import U64, Count, Name
+from common.contracts.sequences import Shard
 
 ServiceKind = Literal["target_server", "drafter_worker", "evaluator"]
 Phase = Literal[
@@ -38,10 +39,25 @@ class GroupAccount(Record):
     poison_late: Count
 
 
+class AbsentGroup(Record):
+    """A group without a worker, while rows in the ring wait for it or are skipped for it."""
+
+    group: Name
+    absent_seconds: float
+    num_waiting: Count
+    """Rows in the ring that wait for it."""
+    is_blocking: bool
+    """The target waits too: the ring is full, and these rows are part of why."""
+    is_detached: bool
+    """Rows are skipped for it until a worker comes."""
+
+
 class RingReport(Record):
     """The state of one ring, by its owner."""
 
     ring_epoch: U64
+    shard: Shard
+    """Which rows of the run it carries."""
     transport: Literal["host", "cuda_ipc", "memory"]
     transport_reason: str
     num_bytes: Count
@@ -50,7 +66,15 @@ class RingReport(Record):
     deliveries: dict[str, int]
     """Deliveries by state, over all groups."""
     oldest_lease_seconds: float
+    high_watermark: Count
+    """Slots in use at which the target waits."""
+    low_watermark: Count
+    """Published slots down to which it waits then."""
+    is_blocked: bool
+    """The target gets no slot at this moment."""
     groups: tuple[GroupAccount, ...]
+    absent_groups: tuple[AbsentGroup, ...]
+    """Groups without a worker that rows wait for, or are skipped for."""
     stale_calls: dict[str, int]
     """Late, foreign or repeated calls that did nothing, by call."""
     refused_messages: dict[str, int]
@@ -65,7 +89,7 @@ class TargetReport(Record):
     kind: Literal["target"] = "target"
     target: str
     total_rows: Count | None
-    """Rows of the whole run where the data has been counted, else None."""
+    """Rows of the whole run, over all targets, where the data has been counted, else None."""
     captured_tokens: Count
     capture_seconds: float
     blocked_seconds: float

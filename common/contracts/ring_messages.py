@@ -2,7 +2,8 @@
 
 The owner's ROUTER binds `target-<i>.sock`; each worker has one DEALER a ring. A descriptor grants
 the lease it names, and every record repeats what it takes to act on it alone, so that a lost,
-duplicated or reordered message heals itself (rules R2 to R8).
+duplicated or reordered message heals itself (rules R2 to R8). A sequence in these messages is the
+row's number in its ring (see `Shard`).
 
 `capacity` is absolute: staging buffers that are free or under a lease. What the owner may send is
 `capacity` less the leases it has on record for the session (R4). `number` rises with each message
@@ -19,14 +20,16 @@ from pydantic import Field
 from common.contracts.codec import Decoder
 from common.contracts.record import Record
 from common.contracts.rows import RowSchema, Split
-from common.contracts.sequences import Sequence, SequenceSet
+from common.contracts.sequences import Sequence, SequenceSet, Shard
 
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.001, le=86_400.0)]
 """An interval: what a poll can wait for, and not so short that it is none."""
 NackReason = Literal["torn", "corrupt", "stopping"]
-RefusalKind = Literal["unknown_session", "unknown_group", "ended_session", "replaced"]
+RefusalKind = Literal[
+    "unknown_session", "unknown_group", "other_shard", "ended_session", "replaced"
+]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -57,6 +60,8 @@ class Hello(Record):
     session: U64
     number: Count
     group: Name
+    shard: Shard
+    """Which rows of the run the worker takes this ring's to be."""
     capacity: Count
     pid: Count
     consumed: SequenceSet
@@ -141,8 +146,8 @@ class Pulse(Record):
     number: Count
     settled_below: Sequence
     """Every sequence under this one is committed, skipped or poison in the worker's group."""
-    last_sequence: Sequence | None
-    """Set once the stream has ended: the last sequence of the run."""
+    last_sequence: Annotated[int, Field(ge=-1, lt=1 << 64)] | None
+    """Set once the stream has ended: the ring's last sequence, -1 where it carries no row."""
     is_settled: bool
     """Nothing of the group can return unless a session dies: time to commit (R7)."""
     is_drained: bool

@@ -1,4 +1,4 @@
-"""Sets of sequence numbers as a low watermark and exceptions (rule R8)."""
+"""Sequence numbers: sets of them (rule R8), and how the rings of a run share them out."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -45,3 +45,70 @@ class SequenceSet(Record):
     def union(self, other: "SequenceSet") -> "SequenceSet":
         """Return what is in either set."""
         return SequenceSet.of((*self.above, *other.above), low=max(self.low, other.low))
+
+
+class Shard(Record):
+    """Which rows of a run one ring carries: those with `sequence % count == index`.
+
+    A ring numbers its own rows from 0 without gaps, so that low watermarks close over them. These
+    local numbers are on the wire and in the slots of that ring; everywhere else a sequence is the
+    row's ordinal in the run.
+    """
+
+    index: Annotated[int, Field(ge=0)] = 0
+    count: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> "Shard":
+        if self.index >= self.count:
+            raise ValueError(f"got index {self.index}, expected one below {self.count}")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.index} of {self.count}"
+
+    def holds(self, sequence: int) -> bool:
+        """Whether a row is of this ring."""
+        return sequence % self.count == self.index
+
+    def to_local(self, sequence: int) -> int:
+        """Return a row's number in this ring; raise `ValueError` where another ring carries it."""
+        if not self.holds(sequence):
+            raise ValueError(f"row {sequence} is not of ring {self}")
+        return sequence // self.count
+
+    def to_global(self, local: int) -> int:
+        """Return the sequence of the ring's row number `local`."""
+        return local * self.count + self.index
+
+    def num_below(self, sequence: int) -> int:
+        """Return how many of the ring's rows come before a sequence."""
+        return max(0, -((self.index - sequence) // self.count))
+
+    def local_set(self, known: SequenceSet) -> SequenceSet:
+        """Return the ring's part of a set of sequences, in the ring's own numbers."""
+        above = (self.to_local(sequence) for sequence in known.above if self.holds(sequence))
+        return SequenceSet.of(above, low=self.num_below(known.low))
+
+
+ONE_RING = Shard()
+"""Of a run that has a single ring."""
+
+
+def shards_of(count: int) -> tuple[Shard, ...]:
+    """Return the shards of a run that has `count` rings."""
+    return tuple(Shard(index=index, count=count) for index in range(count))
+
+
+def merge_local_sets(parts: list[SequenceSet]) -> SequenceSet:
+    """Return the sequences that all rings together have; `parts` are their local sets, in order."""
+    pairs = list(zip(shards_of(len(parts)), parts, strict=True))
+    low = min(shard.to_global(part.low) for shard, part in pairs)
+    return SequenceSet.of(
+        (
+            shard.to_global(local)
+            for shard, part in pairs
+            for local in (*range(shard.num_below(low), part.low), *part.above)
+        ),
+        low=low,
+    )

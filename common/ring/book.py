@@ -73,9 +73,19 @@ class _Slot:
 
 
 class SlotBook:
-    """The states of all slots and deliveries."""
+    """The states of all slots and deliveries.
 
-    def __init__(self, num_slots: int, groups: Iterable[str]) -> None:
+    Args:
+        watermarks: slots in use at which `loan` begins to wait, and the published ones down to
+            which it then waits; by default all slots, and all but one.
+    """
+
+    def __init__(
+        self, num_slots: int, groups: Iterable[str], watermarks: tuple[int, int] | None = None
+    ) -> None:
+        self.high_watermark, self.low_watermark = watermarks or (num_slots, num_slots - 1)
+        self._is_draining = False
+        """The last loan was refused: the ring is to be at the low watermark before the next one."""
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = deque(range(num_slots))
         self._states = Counter({SlotState.FREE: num_slots})
@@ -89,8 +99,9 @@ class SlotBook:
         self.accounts: dict[str, Counter[str]] = {group: Counter() for group in self._ready}
 
     def loan(self) -> int | None:
-        """FREE -loan-> WRITING: return a slot, or None where the ring is full."""
-        if not self._free:
+        """FREE -loan-> WRITING: return a slot, or None where the ring is too full."""
+        self._is_draining = self.is_blocked()
+        if self._is_draining:
             return None
         slot = self._free.popleft()
         self._move_slot(slot, "loan")
@@ -195,6 +206,16 @@ class SlotBook:
     def in_ring(self, group: str) -> int:
         """Return how many deliveries of a group are READY or LEASED."""
         return len(self._ready[group]) + self._num_leased[group]
+
+    def is_blocked(self) -> bool:
+        """Whether the ring lends nothing: it is at the high watermark, or not yet at the low one.
+
+        A slot in WRITING counts for the high one alone. Its writer may be the one who asks for the
+        next slot, and to wait for what it has not published would be to wait for ever.
+        """
+        num_in_use = len(self._slots) - len(self._free)
+        is_above_low = self._states[SlotState.PUBLISHED] > self.low_watermark
+        return num_in_use >= self.high_watermark or (self._is_draining and is_above_low)
 
     def num_writing(self) -> int:
         """Return how many slots are WRITING."""

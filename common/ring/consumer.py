@@ -31,7 +31,7 @@ from common.contracts.ring_messages import (
     Welcome,
 )
 from common.contracts.rows import RowSchema
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import LayoutMismatchError, MessageError, SegmentError
 from common.ring.backings import attach
 from common.ring.endpoint import Caller
@@ -50,7 +50,13 @@ _log = logging.getLogger(__name__)
 
 
 class RingConsumer:
-    """One worker at one ring. `acquire` and `Lease` calls may come from any one thread."""
+    """One worker at one ring. `acquire` and `Lease` calls may come from any one thread.
+
+    Sequences are the ring's own numbers; `Lease.sequence` is the one in the run.
+
+    Args:
+        changed: notified of every arrival; consumers that share it can be waited for together.
+    """
 
     def __init__(
         self,
@@ -60,15 +66,19 @@ class RingConsumer:
         group: str,
         capacity: int,
         consumed: SequenceSet | None = None,
+        shard: Shard = ONE_RING,
+        changed: threading.Condition | None = None,
         gpu: int | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
+        self.shard = shard
         self._gpu = gpu
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = self._changed = changed or threading.Condition()
         self._protocol = WorkerProtocol(
-            worker_id=worker_id, group=group, capacity=capacity, consumed=consumed
+            worker_id=worker_id, group=group, capacity=capacity, consumed=consumed, shard=shard
         )
+        self.total_rows: int | None = None
+        """Rows of the whole run, where an owner has told."""
         self._waiting: deque[Lease] = deque()
         self._segment: Segment | None = None
         self._layout: SlotLayout | None = None
@@ -93,16 +103,15 @@ class RingConsumer:
     def schema(self, timeout: float) -> RowSchema | None:
         """Wait for the owner's welcome; return the rows' schema, or None after `timeout`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._protocol.welcome or self._has_ended(), timeout)
-            self._raise_failure()
-            welcome = self._protocol.welcome
-            return welcome.row_schema if welcome is not None else None
+            self._changed.wait_for(lambda: self._layout or self._has_ended(), timeout)
+            return self.known_schema
 
     @property
-    def total_rows(self) -> int | None:
-        """Rows of the whole stream, where the owner knows it."""
-        welcome = self._protocol.welcome
-        return welcome.total_rows if welcome is not None else None
+    def known_schema(self) -> RowSchema | None:
+        """The rows' schema, from the first welcome on."""
+        with self._lock:
+            self._raise_failure()
+            return self._layout.schema if self._layout is not None else None
 
     @property
     def backing(self) -> str | None:
@@ -116,6 +125,11 @@ class RingConsumer:
             self._changed.wait_for(
                 lambda: self._waiting or self._protocol.is_drained or self._has_ended(), timeout
             )
+            return self.poll()
+
+    def poll(self) -> Lease | None:
+        """Return the next lease if one has come."""
+        with self._lock:
             self._raise_failure()
             return self._waiting.popleft() if self._waiting else None
 
@@ -193,12 +207,12 @@ class RingConsumer:
         needed = layout.slot_bytes * welcome.segment.num_slots
         if needed != welcome.segment.num_bytes:
             raise LayoutMismatchError(
-                f"ring {self._endpoint}: got a segment of {welcome.segment.num_bytes} bytes, "
+                f"ring {self.endpoint}: got a segment of {welcome.segment.num_bytes} bytes, "
                 f"expected {needed}; target server and worker are of different versions"
             )
         if self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
-                f"ring {self._endpoint}: got rows of {welcome.row_schema!r}, expected "
+                f"ring {self.endpoint}: got rows of {welcome.row_schema!r}, expected "
                 f"{self._layout.schema!r}; the target server was restarted with another target or "
                 f"data config, restart the workers as well"
             )
@@ -208,11 +222,12 @@ class RingConsumer:
             self._attach_failures += 1
             if self._attach_failures >= _ATTACH_ATTEMPTS:
                 raise
-            _log.warning("ring %s: %s; say Hello again", self._endpoint, error)
+            _log.warning("ring %s: %s; say Hello again", self.endpoint, error)
             return
         self._attach_failures = 0
         self._layout = layout
         protocol.welcome = welcome
+        self.total_rows = welcome.total_rows
         self._beat_soon()
 
     def _on_descriptor(self, told: Descriptor) -> None:
@@ -253,7 +268,7 @@ class RingConsumer:
     def _serve_session(self) -> None:
         """Speak for one session, with a socket and an identity of its own."""
         session = self._protocol.session
-        caller = Caller(self._endpoint, f"{self._protocol.worker_id}/{session:016x}")
+        caller = Caller(self.endpoint, f"{self._protocol.worker_id}/{session:016x}")
         linger = 0
         try:
             poller = zmq.Poller()
@@ -296,7 +311,7 @@ class RingConsumer:
             self._next_hello = now + HELLO_SECONDS
         elif protocol.welcome is not None and now >= self._next_beat:
             if self._segment is not None and self._segment.is_removed():
-                _log.warning("ring %s: its owner is gone; wait for the next", self._endpoint)
+                _log.warning("ring %s: its owner is gone; wait for the next", self.endpoint)
                 self._begin_session()
                 return
             protocol.beat()

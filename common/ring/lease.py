@@ -5,6 +5,7 @@ from typing import Protocol
 import xxhash
 
 from common.contracts.ring_messages import Descriptor, NackReason
+from common.contracts.sequences import Shard
 from common.errors import CorruptSlotError
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, unpack_header
 from common.ring.slot_memory import SlotMemory
@@ -12,6 +13,8 @@ from common.ring.slot_memory import SlotMemory
 
 class LeaseHolder(Protocol):
     """Whoever answers the owner for a lease."""
+
+    shard: Shard
 
     def finish(self, lease: "Lease", reason: NackReason | None) -> None:
         """End the lease; a second time does nothing."""
@@ -34,6 +37,11 @@ class Lease:
         """Return a copy of a field's bytes."""
         field = self._layout.fields[name]
         return self.memory.read(field.offset, field.num_bytes)
+
+    @property
+    def sequence(self) -> int:
+        """The row's sequence in the run; the descriptor's is its number in the ring."""
+        return self._holder.shard.to_global(self.descriptor.sequence)
 
     def header(self) -> SlotHeader:
         """Read the slot's header; raise `CorruptSlotError` where a writer is at work."""

@@ -63,6 +63,10 @@ class GroupLedger:
         """Sequences that are to be captured again."""
         return len(self._awaited)
 
+    def awaited(self) -> list[int]:
+        """Return the sequences that are to be captured again."""
+        return sorted(self._awaited)
+
     def is_clear(self) -> bool:
         """Whether nothing is open."""
         return not self._open

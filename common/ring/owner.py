@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +27,7 @@ from common.contracts.codec import encode
 from common.contracts.control_messages import RingReport
 from common.contracts.ring_messages import OWNER_DECODER
 from common.contracts.rows import RowSchema
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import ConfigError, MessageError, StaleEpochError
 from common.ring.backings import BACKINGS, Backing
 from common.ring.book import PublishedRow
@@ -47,7 +48,10 @@ _log = logging.getLogger(__name__)
 
 
 class RingOwner:
-    """Sole owner of a ring's memory and of every slot's state."""
+    """Sole owner of a ring's memory and of every slot's state.
+
+    Callers name rows by their sequence in the run; slots and messages by their number in the ring.
+    """
 
     def __init__(
         self,
@@ -59,12 +63,14 @@ class RingOwner:
         groups: dict[str, GroupTable],
         total_rows: int | None = None,
         settled: dict[str, SequenceSet] | None = None,
+        shard: Shard = ONE_RING,
         backing: Backing = HostSegment,
         gpu: int | None = None,
         transport_reason: str = "",
     ) -> None:
         self.layout = SlotLayout(schema)
         self.ring_epoch = secrets.randbits(64)
+        self._shard = shard
         self._transport_reason = transport_reason
         self._checksum = table.checksum_payload
         self._lock = threading.RLock()
@@ -80,12 +86,9 @@ class RingOwner:
             )
         name = segment_name(run, endpoint, self.ring_epoch)
         self._segment = backing.create(
-            name,
-            table.num_slots,
-            self.layout.slot_bytes,
-            head_bytes=self.layout.head_bytes,
-            gpu=gpu,
-        )
+            name, table.num_slots, self.layout.slot_bytes,
+            head_bytes=self.layout.head_bytes, gpu=gpu,
+        )  # fmt: skip
         try:
             self._protocol = OwnerProtocol(
                 self.ring_epoch,
@@ -95,6 +98,7 @@ class RingOwner:
                 groups=groups,
                 total_rows=total_rows,
                 settled=settled,
+                shard=shard,
             )
             self._listener = Listener(endpoint)
         except BaseException:
@@ -131,6 +135,7 @@ class RingOwner:
     ) -> None:
         """WRITING -publish-> PUBLISHED: write the header and announce the row."""
         layout = self.layout
+        row = replace(row, sequence=self._shard.to_local(row.sequence))
         payload_hash = xxhash.xxh3_64_intdigest(memory.view[PAGE_BYTES:]) if self._checksum else 0
         with self._lock:
             self._check_open()
@@ -161,22 +166,23 @@ class RingOwner:
     def wants(self, sequence: int) -> bool:
         """Whether any group still needs the sequence."""
         with self._lock:
-            return self._protocol.wants(sequence)
+            return self._protocol.wants(self._shard.to_local(sequence))
 
     def next_recapture(self) -> int | None:
         """Return a sequence that is to be captured again, or None (R8)."""
         with self._lock:
-            return self._protocol.next_recapture()
+            local = self._protocol.next_recapture()
+            return None if local is None else self._shard.to_global(local)
 
     def settled_below(self) -> int:
         """Recipes of sequences under this one are not needed again."""
         with self._lock:
-            return self._protocol.settled_below()
+            return self._shard.to_global(self._protocol.settled_below())
 
     def end(self, last_sequence: int) -> None:
-        """Tell every session that the stream is over (R7)."""
+        """Tell every session that the stream is over (R7); -1: without a row of this ring."""
         with self._lock:
-            self._protocol.end(last_sequence)
+            self._protocol.end(self._shard.num_below(last_sequence + 1) - 1)
 
     def is_drained(self) -> bool:
         """Every row is settled in every group, and no session is left."""

@@ -23,9 +23,10 @@ from common.contracts.ring_messages import (
     Welcome,
 )
 from common.contracts.rows import RowSchema
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.ring.book import Delivery, PublishedRow, SlotBook, describe
 from common.ring.ledger import GroupLedger
+from common.ring.policies import GroupPolicies
 from common.ring.sessions import Session, SessionTable
 from common.ring.states import DeliveryState
 
@@ -43,15 +44,21 @@ class OwnerProtocol:
         groups: dict[str, GroupTable],
         total_rows: int | None = None,
         settled: dict[str, SequenceSet] | None = None,
+        shard: Shard = ONE_RING,
     ) -> None:
+        """`settled` and `total_rows` are of the whole run; everything else counts in this ring."""
         self.ring_epoch = ring_epoch
         self.outbox: list[tuple[bytes, Record]] = []
         self.stale_calls: Counter[str] = Counter()
         self.reclaimed: Counter[str] = Counter()
-        self.book = SlotBook(segment.num_slots, groups)
+        self.book = SlotBook(segment.num_slots, groups, table.watermark_slots)
         self.sessions = SessionTable()
         known = settled or {}
-        self.ledgers = {name: GroupLedger(known.get(name, SequenceSet())) for name in groups}
+        self.ledgers = {
+            name: GroupLedger(shard.local_set(known.get(name, SequenceSet()))) for name in groups
+        }
+        self.policies = GroupPolicies(groups, self.book, self.ledgers)
+        self.shard = shard
         self._segment = segment
         self._schema = schema
         self._total_rows = total_rows
@@ -72,7 +79,7 @@ class OwnerProtocol:
 
     def publish(self, slot: int, row: PublishedRow, now: float) -> None:
         """Publish a written slot to every group that lacks its sequence (mask fixed here)."""
-        groups = [name for name in self._groups if self.ledgers[name].lacks(row.sequence)]
+        groups = self.policies.takers(row.sequence)
         if not groups:  # a session came with the row while it was being captured
             self.book.abort(slot)
             return
@@ -83,7 +90,7 @@ class OwnerProtocol:
 
     def wants(self, sequence: int) -> bool:
         """Whether any group still needs the sequence."""
-        return any(ledger.lacks(sequence) for ledger in self.ledgers.values())
+        return bool(self.policies.takers(sequence))
 
     def next_recapture(self) -> int | None:
         """Return a sequence that is to be captured again, or None (R8)."""
@@ -103,6 +110,7 @@ class OwnerProtocol:
         """Move every deadline: the owner itself has not listened for so long."""
         self.sessions.postpone(seconds)
         self.book.postpone(seconds)
+        self.policies.postpone(seconds)
 
     def is_drained(self) -> bool:
         """Every row of every group is settled and every session has said goodbye or is dead."""
@@ -126,23 +134,27 @@ class OwnerProtocol:
                 self.book.requeue(delivery, self._table.max_attempts, counts=False)
 
     def tick(self, now: float) -> None:
-        """Expire leases, end silent sessions, apply `skip`, give up waiting for successors."""
+        """Expire leases, end silent sessions, give up waiting for successors, apply policies."""
         for delivery in self.book.leases():
             if delivery.lease is not None and delivery.lease.expires_at <= now:
                 self._expire(delivery)
         for entry in self.sessions.silent_since(now - self._table.session_timeout_seconds):
             self._end_session(entry, now, "silent")
-        for name, group in self._groups.items():
-            if group.policy == "skip":
-                self._skip_late(name, now - group.group_timeout_seconds)
         for estate in self.sessions.overdue(now):
             self.ledgers[estate.group].lose(estate.session)
+        present = {name for name in self._groups if self.sessions.of_group(name)}
+        drained = {name for name in self._groups if self._group_is_drained(name)}
+        self.policies.apply(present, drained, now)
         self._grant(now)
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         if hello.group not in self._groups:
             reason = f"group {hello.group!r} is not of this run; known: {sorted(self._groups)}"
             self._refuse(identity, hello.session, "unknown_group", reason)
+            return
+        if hello.shard != self.shard:
+            reason = f"this ring is {self.shard} of its run, the worker's is {hello.shard}"
+            self._refuse(identity, hello.session, "other_shard", reason)
             return
         if self.sessions.has_ended(hello.session):
             self._refuse_ended(identity, hello.session)
@@ -168,6 +180,7 @@ class OwnerProtocol:
             now, hello.consumed, hello.committed,
         )  # fmt: skip
         self.sessions.add(entry)
+        self.policies.attend(entry.group)
         self._inherit(entry, hello.consumed.union(hello.staged))
         return entry
 
@@ -297,12 +310,6 @@ class OwnerProtocol:
         if delivery.state is DeliveryState.POISON:
             self._poison_leases[ref] = delivery.avoid_session
             self.ledgers[delivery.group].drop(delivery.row.sequence)
-
-    def _skip_late(self, name: str, published_before: float) -> None:
-        for delivery in self.book.ready(name):
-            if delivery.published_at <= published_before:
-                self.book.skip(delivery)
-                self.ledgers[name].drop(delivery.row.sequence)
 
     def _grant(self, now: float) -> None:
         """Lease READY rows to sessions with room, the least loaded first, in turns (R4, R5)."""

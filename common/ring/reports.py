@@ -14,13 +14,18 @@ def ring_report(
     granted = [d.lease.granted_at for d in protocol.book.leases() if d.lease is not None]
     return RingReport(
         ring_epoch=protocol.ring_epoch,
+        shard=protocol.shard,
         transport=segment.backing,
         transport_reason=reason,
         num_bytes=segment.num_bytes,
         slots=protocol.book.slot_counts(),
         deliveries=protocol.book.delivery_counts(),
         oldest_lease_seconds=time.monotonic() - min(granted) if granted else 0.0,
+        high_watermark=protocol.book.high_watermark,
+        low_watermark=protocol.book.low_watermark,
+        is_blocked=protocol.book.is_blocked(),
         groups=tuple(group_account(protocol, name) for name in protocol.ledgers),
+        absent_groups=protocol.policies.absent(time.monotonic()),
         stale_calls=dict(protocol.stale_calls),
         refused_messages=refused,
         reclaimed=dict(protocol.reclaimed),

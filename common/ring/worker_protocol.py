@@ -23,7 +23,7 @@ from common.contracts.ring_messages import (
     Release,
     Welcome,
 )
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import ConfigError, MessageError, RingError, SlotStateError
 from common.ring.layout import PAGE_BYTES
 
@@ -39,13 +39,20 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerProtocol:
-    """All state of one consumer but its memory and its socket."""
+    """All state of one consumer but its memory and its socket. Sequences are the ring's own."""
 
     def __init__(
-        self, *, worker_id: str, group: str, capacity: int, consumed: SequenceSet | None = None
+        self,
+        *,
+        worker_id: str,
+        group: str,
+        capacity: int,
+        consumed: SequenceSet | None = None,
+        shard: Shard = ONE_RING,
     ) -> None:
         known = consumed or SequenceSet()
         self.worker_id = worker_id
+        self.shard = shard
         self.is_drained = False
         self.outbox: deque[Record] = deque()
         self._group = group
@@ -133,6 +140,7 @@ class WorkerProtocol:
                 session=self.session,
                 number=self._next_number(),
                 group=self._group,
+                shard=self.shard,
                 capacity=self._free_capacity(),
                 pid=os.getpid(),
                 consumed=consumed,
@@ -211,6 +219,11 @@ class WorkerProtocol:
             return False
         if refused.kind == "unknown_group":
             raise ConfigError(f"worker {self.worker_id!r}: {refused.reason}")
+        if refused.kind == "other_shard":
+            raise ConfigError(
+                f"worker {self.worker_id!r}: {refused.reason}; give target servers and workers the "
+                f"same target.replicas"
+            )
         self._num_replaced += refused.kind == "replaced"
         if self._num_replaced >= _TIMES_REPLACED:
             raise RingError(

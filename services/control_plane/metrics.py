@@ -145,6 +145,11 @@ def _rings(status: Status) -> Iterator[Metric]:
     size = _gauge("ring_bytes", "Size of the segment.", ("instance",))
     lease = _gauge("ring_lease_age_seconds", "Age of the oldest lease.", ("instance",))
     epoch = _gauge("ring_epoch", "Identity of the owner's life, rounded.", ("instance",))
+    blocked = _gauge("ring_blocked", "1 while the target gets no slot.", ("instance",))
+    absent = _gauge(
+        "ring_absent_group_seconds", "Since the group has had no worker, while rows are for it.",
+        ("instance", "group", "state"),
+    )  # fmt: skip
     transport = _gauge(
         "ring_transport_info", "Where slots live.", ("instance", "transport", "reason")
     )
@@ -157,8 +162,12 @@ def _rings(status: Status) -> Iterator[Metric]:
         size.add_metric(name, ring.num_bytes)
         lease.add_metric(name, ring.oldest_lease_seconds)
         epoch.add_metric(name, int(ring.ring_epoch, 16))
+        blocked.add_metric(name, ring.is_blocked)
+        for group in ring.absent_groups:
+            state = "detached" if group.is_detached else "waiting"
+            absent.add_metric((*name, group.group, state), group.absent_seconds)
         transport.add_metric((*name, ring.transport, ring.transport_reason), 1)
-    yield from (slots, deliveries, size, lease, epoch, transport)
+    yield from (slots, deliveries, size, lease, epoch, blocked, absent, transport)
 
 
 def _rows(status: Status) -> Iterator[Metric]:

@@ -75,6 +75,10 @@ function sum(groups, field) { return groups.reduce((total, group) => total + gro
 function health(view) {
   return view.condition === "ok" ? view.phase : view.phase + " (" + view.condition + ")";
 }
+function absence(group) {
+  return group.group + (group.is_detached ? " (detached" : " (" + group.num_waiting + " rows wait") +
+    ", " + number(group.absent_seconds) + " s)";
+}
 function draw(status) {
   at("run").textContent = status.run.name;
   at("state").textContent = status.run.state;
@@ -105,10 +109,11 @@ function draw(status) {
     table("Target servers", ["instance", "phase", "tokens/s", "captured tokens", "blocked", "detail"],
       status.target.instances.map(t => { const r = t.report || {}; return [t.instance, health(t),
         number(r.tokens_per_second), number(r.captured_tokens), share(t.blocked_share), t.detail]; })),
-    table("Rings", ["ring", "transport", "MiB", "slots", "deliveries", "oldest lease s", "why"],
+    table("Rings", ["ring", "transport", "MiB", "slots", "deliveries", "oldest lease s",
+                    "groups without a worker", "why"],
       status.rings.map(r => [r.instance, r.transport, number(r.num_bytes / 1048576, 1),
         counts(r.slots), counts(r.deliveries), number(r.oldest_lease_seconds, 1),
-        r.transport_reason])),
+        r.absent_groups.map(absence).join(", ") || "-", r.transport_reason])),
     table("Evaluations", ["group", "index", "step", "acceptance length", "replay", "speed-up", "prompts"],
       status.evaluations.map(e => [e.group, e.index ?? "-", number(e.step),
         number(e.acceptance_length, 3), number(e.replay_acceptance_length, 3),

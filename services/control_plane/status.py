@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from common.contracts.control_messages import (
+    AbsentGroup,
     EvaluationResult,
     GroupAccount,
     Phase,
@@ -16,6 +17,7 @@ from common.contracts.control_messages import (
     TargetReport,
     WorkerReport,
 )
+from common.contracts.sequences import Shard
 from services.control_plane.health import BottleneckName, Condition
 
 RunState = Literal[
@@ -98,13 +100,21 @@ class RingStatus(Model):
 
     instance: str
     ring_epoch: str
+    shard: Shard
+    """Which rows of the run it carries."""
     transport: str
     transport_reason: str
     num_bytes: int
     slots: dict[str, int]
     deliveries: dict[str, int]
     oldest_lease_seconds: float
+    high_watermark: int
+    low_watermark: int
+    is_blocked: bool
+    """The target gets no slot at this moment."""
     groups: tuple[GroupAccount, ...]
+    absent_groups: tuple[AbsentGroup, ...]
+    """Groups without a worker that rows wait for, or are skipped for."""
     stale_calls: dict[str, int]
     refused_messages: dict[str, int]
     reclaimed: dict[str, int]

@@ -172,7 +172,7 @@ def _target(targets: list[InstanceView]) -> TargetStatus:
         tokens_per_second=sum(report.tokens_per_second for report in live),
         captured_tokens=sum(report.captured_tokens for report in reports),
         blocked_seconds=sum(report.blocked_seconds for report in reports),
-        total_rows=sum(totals) if totals else None,
+        total_rows=max(totals, default=None),  # each target says it of the whole run
         instances=tuple(
             TargetInstance(
                 **_common(view), report=_target_report(view), blocked_share=view.wait_share
@@ -263,6 +263,21 @@ def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> Bot
     blocked = [v.wait_share for v in targets if _is_live(v) and v.wait_share is not None]
     starved = [v.wait_share for v in workers if _is_live(v) and v.wait_share is not None]
     name, reason = find_bottleneck(blocked, starved)
+    absent = [text for view in targets if _is_live(view) for text in _absences(view)]
+    if absent:
+        name = "drafter"
+        reason = f"{'; '.join(absent)}: start one, or set groups.<name>.detach_after_seconds"
     return BottleneckStatus(
         name=name, reason=reason, blocked_share=_mean(blocked), starved_share=_mean(starved)
     )
+
+
+def _absences(view: InstanceView) -> list[str]:
+    """Say which groups without a worker hold a target up."""
+    ring = _ring_of(view)
+    return [
+        f"group {group.group!r} has had no worker for {group.absent_seconds:.0f} s and blocks "
+        f"{view.heartbeat.instance}"
+        for group in (ring.absent_groups if ring is not None else ())
+        if group.is_blocking
+    ]

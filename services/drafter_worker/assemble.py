@@ -3,14 +3,13 @@
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from common.contracts.control_messages import Phase
 from common.contracts.rows import RowSchema
-from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
+from common.ring.worker_rings import WorkerRings
 from common.telemetry.metrics import MetricsLog
 from common.tensors import StagingBuffers
 from services.drafter_worker.build import (
@@ -24,7 +23,7 @@ from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
 from services.drafter_worker.meter import Meter
-from services.drafter_worker.stream import stream_is_over
+from services.drafter_worker.stream import TargetWatch
 from services.drafter_worker.worker import DrafterWorker, Parts
 
 
@@ -43,10 +42,10 @@ def open_worker(
     own = run.directory / "checkpoints" / training.group / str(index)
     store = CheckpointStore(own, training.keep_checkpoints)
     trainee = build_trainee(config, store)
-    consumer = stack.enter_context(
+    rings = stack.enter_context(
         contextlib.closing(
-            RingConsumer(
-                endpoint=run.directory / "target-0.sock",
+            WorkerRings(
+                [run.directory / f"target-{i}.sock" for i in range(config.target.replicas)],
                 worker_id=instance,
                 group=training.group,
                 capacity=config.ring.capacity,
@@ -55,21 +54,22 @@ def open_worker(
             )
         )
     )
+    watch = TargetWatch(run.directory, rings, training.target_timeout_seconds)
     enter("waiting")
-    schema = wait_for_schema(consumer, config, stop)
+    schema = wait_for_schema(rings, watch, stop)
     if schema is None:
         return None
     check_schema(schema, config, trainee)
     enter("compiling")
     stepper = build_stepper(config, trainee, schema)
     feed = stack.enter_context(
-        contextlib.closing(open_feed(config, consumer, schema, trainee.working_dtype))
+        contextlib.closing(open_feed(config, rings, watch, schema, trainee.working_dtype))
     )
     metrics = stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl"))
     meter = Meter(training.group, index, run.device, trainee.progress)
     parts = Parts(
         trainee=trainee,
-        consumer=consumer,
+        rings=rings,
         feed=feed,
         stepper=stepper,
         store=store,
@@ -82,14 +82,17 @@ def open_worker(
 
 
 def open_feed(
-    config: WorkerConfig, consumer: RingConsumer, schema: RowSchema, dtype: torch.dtype
+    config: WorkerConfig,
+    rings: WorkerRings,
+    watch: TargetWatch,
+    schema: RowSchema,
+    dtype: torch.dtype,
 ) -> RowFeed:
     """Allocate staging buffers and begin to fill them."""
     device = torch.device(config.run.device)
     layout = SlotLayout(schema)
     return RowFeed(
-        consumer,
-        [StagingBuffers(layout, device, dtype) for _ in range(config.ring.capacity)],
-        target_timeout_seconds=config.training.target_timeout_seconds,
-        stream_is_over=partial(stream_is_over, config.run.directory),
+        rings,
+        [StagingBuffers(layout, device, dtype) for _ in range(rings.num_buffers)],
+        check_targets=watch.check,
     )

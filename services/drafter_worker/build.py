@@ -6,7 +6,6 @@ import logging
 import platform
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +21,9 @@ from common.drafters.dflash.config import DrafterSpec, resolve_spec
 from common.drafters.dflash.initialise import init_from_target, random_init
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import DFlashObjective
-from common.errors import CheckpointError, ConfigError, PeerLostError
+from common.errors import CheckpointError, ConfigError
 from common.float8 import check_device
-from common.ring.consumer import RingConsumer
+from common.ring.worker_rings import WorkerRings
 from common.target.loading import (
     TargetDescription,
     describe_target,
@@ -39,10 +38,9 @@ from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.meter import Progress
 from services.drafter_worker.optim import MasterAdamW
 from services.drafter_worker.step import Stepper
-from services.drafter_worker.stream import stream_is_over
+from services.drafter_worker.stream import TargetWatch
 
 WAIT_SECONDS = 0.2
-TARGET_START_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -98,25 +96,17 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
 
 
 def wait_for_schema(
-    consumer: RingConsumer, config: WorkerConfig, stop: threading.Event
+    rings: WorkerRings, watch: TargetWatch, stop: threading.Event
 ) -> RowSchema | None:
-    """Wait for the target server; None where the run is to stop, or has nothing left to train."""
-    began_at = time.monotonic()
-    timeout = config.training.target_timeout_seconds
+    """Wait for a target server; None where the run is to stop, or has nothing left to train."""
     while not stop.is_set():
-        schema = consumer.schema(WAIT_SECONDS)
+        schema = rings.schema(WAIT_SECONDS)
         if schema is not None:
             return schema
-        waited = time.monotonic() - began_at
-        # A target that starts beside this worker has its lock by then.
-        if waited > TARGET_START_SECONDS and stream_is_over(config.run.directory):
+        watch.check()
+        if rings.is_drained:
             _log.info("the stream of this run is over: nothing is left to train")
             return None
-        if waited > timeout:
-            raise PeerLostError(
-                f"target server did not answer within {timeout:g} s; see its log, or raise "
-                f"training.target_timeout_seconds"
-            )
     return None
 
 

@@ -7,15 +7,15 @@ Until workers sync, each owns the lowest index that nobody holds, and with it
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.lifecycle import FileLock
+from common.lifecycle import FileLock, claim_lowest
+
+_MOST_WORKERS = 10_000
 
 
 def claim_index(group_directory: Path, holder: str) -> tuple[int, FileLock]:
     """Take the lowest index of a group that no live worker holds."""
-    index = 0
-    while True:
-        lock = FileLock(group_directory / str(index) / "owner.lock", holder)
-        try:
-            return index, lock.acquire("it belongs to another worker")
-        except ConfigError:
-            index += 1
+    paths = (group_directory / str(index) / "owner.lock" for index in range(_MOST_WORKERS))
+    claimed = claim_lowest(paths, holder)
+    if claimed is None:
+        raise ConfigError(f"{str(group_directory)!r}: {_MOST_WORKERS} workers hold every index")
+    return claimed

@@ -14,13 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import PeerLostError
-from common.ring.consumer import RingConsumer
+from common.ring.worker_rings import WorkerRings
 from common.tensors import RowBuffers, RowCopier, RowCopy, StagingBuffers
 
 POLL_SECONDS = 0.2
 COPIES_UNDER_WAY = 3
-SILENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -39,21 +37,17 @@ class StagedRow:
 
 
 class RowFeed:
-    """Stages rows of one ring into a fixed set of buffers."""
+    """Stages rows of a worker's rings into a fixed set of buffers, whichever ring they are from."""
 
     def __init__(
         self,
-        consumer: RingConsumer,
+        rings: WorkerRings,
         buffers: list[StagingBuffers],
         *,
-        target_timeout_seconds: float,
-        stream_is_over: Callable[[], bool],
+        check_targets: Callable[[], None],
     ) -> None:
-        self._consumer = consumer
-        self._timeout = target_timeout_seconds
-        self._stream_is_over = stream_is_over
-        self.is_over = False
-        """The target server has ended, and every row of the run is committed."""
+        self._rings = rings
+        self._check_targets = check_targets
         self._free: queue.Queue[StagingBuffers] = queue.Queue()
         for entry in buffers:
             self._free.put(entry)
@@ -80,7 +74,7 @@ class RowFeed:
         """The row's buffers may be filled again."""
         self._copier.wait_for_readers()
         self._free.put(row.staging)
-        self._consumer.return_buffer()
+        self._rings.return_buffer(row.sequence)
 
     @property
     def has_staged(self) -> bool:
@@ -111,31 +105,22 @@ class RowFeed:
             buffers = self._free.get(timeout=patience)
         except queue.Empty:
             return False
-        lease = self._consumer.acquire(patience)
+        lease = self._rings.acquire(patience)
         if lease is None:
             self._free.put(buffers)
-            self._check_target()
+            self._check_targets()
             return False
         self._copies.append(self._copier.start(lease, buffers))
         return True
 
     def _end_copy(self, copy: RowCopy) -> None:
-        fault, told = copy.finish(), copy.lease.descriptor
+        fault, lease = copy.finish(), copy.lease
         if fault is None:
-            copy.lease.release()
-            self._staged.put(StagedRow(told.sequence, told.used_tokens, copy.buffers))
+            lease.release()
+            used_tokens = lease.descriptor.used_tokens
+            self._staged.put(StagedRow(lease.sequence, used_tokens, copy.buffers))
         else:
             self.num_rejected += 1
-            _log.warning("row %d: %s copy dropped", told.sequence, fault)
-            copy.lease.nack(fault)
+            _log.warning("row %d: %s copy dropped", lease.sequence, fault)
+            lease.nack(fault)
             self._free.put(copy.buffers)
-
-    def _check_target(self) -> None:
-        silent = self._consumer.silent_seconds
-        if silent > SILENCE_SECONDS and not self.is_over:
-            self.is_over = self._stream_is_over()
-        if silent > self._timeout and not self.is_over and not self._consumer.is_drained:
-            raise PeerLostError(
-                f"target server: nothing heard for {silent:.0f} s, expected at most "
-                f"{self._timeout:.0f}; see its log, or raise training.target_timeout_seconds"
-            )

@@ -24,7 +24,7 @@ from common.drafters.dflash.checkpoint import write_drafter
 from common.drafters.dflash.metrics import unpack_sums
 from common.errors import NonFiniteTensorError
 from common.lifecycle import write_atomically
-from common.ring.consumer import RingConsumer
+from common.ring.worker_rings import WorkerRings
 from common.telemetry.control_link import ServiceState
 from common.telemetry.metrics import MetricsLog
 from services.drafter_worker.build import Trainee
@@ -32,7 +32,7 @@ from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed, StagedRow
 from services.drafter_worker.meter import Meter
-from services.drafter_worker.schedule import Schedule
+from services.drafter_worker.schedule import Schedule, StreamPosition
 from services.drafter_worker.step import Stepper
 
 WAIT_SECONDS = 0.2
@@ -44,7 +44,7 @@ class Parts:
     """What a worker is made of."""
 
     trainee: Trainee
-    consumer: RingConsumer
+    rings: WorkerRings
     feed: RowFeed
     stepper: Stepper
     store: CheckpointStore
@@ -62,7 +62,8 @@ class DrafterWorker:
         self._parts = parts
         self._progress = parts.trainee.progress
         self._stop = stop
-        self._schedule = Schedule(config.optimizer, parts.consumer.total_rows)
+        self._schedule = Schedule(config.optimizer, parts.rings.total_rows)
+        self._position = StreamPosition(config.target.replicas, parts.trainee.consumed)
         self._num_micro = 0
         self._pending: set[int] = set()
         self._saved_step = -1
@@ -72,7 +73,7 @@ class DrafterWorker:
 
     def run(self) -> None:
         """Train until the stream is drained, `max_steps`, or a stop request."""
-        consumer, feed = self._parts.consumer, self._parts.feed
+        rings, feed = self._parts.rings, self._parts.feed
         if self._progress.step == 0:
             self._save()
         self._parts.meter.start()
@@ -80,12 +81,10 @@ class DrafterWorker:
             row = self._next_row()
             if row is not None:
                 self._train_on(row)
-            elif consumer.is_settled and not feed.has_staged:
+            elif rings.is_settled and not feed.has_staged:
                 self._commit_rest()
-                if consumer.is_drained:
+                if rings.is_drained:
                     break
-            elif feed.is_over and not feed.has_staged:
-                break
             if self._must_save.is_set() or self._is_checkpoint_due():
                 self._must_save.clear()
                 self._save()
@@ -135,6 +134,7 @@ class DrafterWorker:
         """Visit a row; each visit is a micro-step with anchors of its own."""
         training, parts = self._config.training, self._parts
         began_at, first_step = time.monotonic(), self._progress.step
+        self._position.reach(row.sequence)
         for visit in range(training.visits):
             draw = (self._config.run.seed, row.sequence, visit)
             if visit == 0:
@@ -146,18 +146,18 @@ class DrafterWorker:
             if visit == training.visits - 1:
                 self._pending.add(row.sequence)
             if self._num_micro % training.accumulation == 0:
-                self._update(row.sequence)
+                self._update()
         parts.feed.give_back(row)
         self._progress.trained_rows += 1
         self._progress.trained_tokens += row.used_tokens
         parts.meter.row_done(began_at, self._progress.step - first_step)
 
-    def _update(self, sequence: int) -> None:
+    def _update(self) -> None:
         parts, progress = self._parts, self._progress
-        parts.meter.learning_rate = self._schedule.at(progress.step, sequence)
+        parts.meter.learning_rate = self._schedule.at(progress.step, self._position.num_rows)
         parts.stepper.update(parts.meter.learning_rate)
         progress.step += 1
-        parts.consumer.mark_consumed(self._pending)
+        parts.rings.mark_consumed(self._pending)
         self._pending = set()
         if progress.step % self._config.training.log_steps == 0:
             self._log_figures()
@@ -191,13 +191,13 @@ class DrafterWorker:
         """Step with what has been accumulated, and make it durable."""
         if self._num_micro % self._config.training.accumulation and not self._is_finished():
             self._num_micro = 0
-            self._update(max(self._pending, default=0))
+            self._update()
         if self._saved_step != self._progress.step:
             self._save()
 
     def _save(self) -> None:
         parts, trainee, progress = self._parts, self._parts.trainee, self._progress
-        consumed = parts.consumer.consumed
+        consumed = parts.rings.consumed
         masters = dict(
             zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
         )
@@ -210,7 +210,7 @@ class DrafterWorker:
         )
         self._saved_step = progress.step
         parts.meter.checkpoint = str(path)
-        parts.consumer.mark_committed()
+        parts.rings.mark_committed()
         _log.info("checkpoint %s", path)
 
     def _write_summary(self) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from common.config.loading import Table
-from common.config.shared import ControlPlaneTable, Groups, GroupTable, RunTable
+from common.config.shared import ControlPlaneTable, Groups, GroupTable, RunTable, TargetTable
 
 
 class LauncherTable(Table):
@@ -33,6 +33,7 @@ class LauncherConfig(Table):
     """What the launcher is told; each service validates its own tables."""
 
     run: RunTable = RunTable()
+    target: TargetTable
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()
     launcher: LauncherTable = LauncherTable()

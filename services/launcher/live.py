@@ -109,11 +109,13 @@ def _groups(status: dict[str, Any]) -> Table:
 
 
 def _rings(status: dict[str, Any]) -> Table:
-    table = _table("rings", "ring", "transport", "why", "slots", "deliveries", "oldest lease s")
+    table = _table("rings", "ring", "transport", "why", "slots", "deliveries", "oldest lease s",
+                   "groups without a worker")  # fmt: skip
     for ring in status["rings"]:
         table.add_row(ring["instance"], ring["transport"], ring["transport_reason"],
                       _counts(ring["slots"]), _counts(ring["deliveries"]),
-                      _number(ring["oldest_lease_seconds"], 1))  # fmt: skip
+                      _number(ring["oldest_lease_seconds"], 1),
+                      ", ".join(map(_absence, ring["absent_groups"])))  # fmt: skip
     return table
 
 
@@ -127,6 +129,11 @@ def _evaluations(status: dict[str, Any]) -> Table:
                       _number(result["replay_acceptance_length"], 3),
                       _number(result["speedup"], 2))  # fmt: skip
     return table
+
+
+def _absence(group: dict[str, Any]) -> str:
+    state = "detached" if group["is_detached"] else f"{group['num_waiting']} rows wait"
+    return f"{group['group']} ({state}, {group['absent_seconds']:.0f} s)"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -3,16 +3,17 @@
 A figure that no service left is null, never a guess.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from services.launcher.config import LauncherConfig
 from services.launcher.rundir import Checkpoint, first_and_last_checkpoints, read_object
 from services.launcher.supervisor import Outcome
 
 
-def summarize(run: str, directory: Path, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
+def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
     """Return the summary of a run that has ended."""
+    directory = config.run.directory
     lengths = _acceptance_lengths(directory / "evaluations")
     drafters = [
         {
@@ -26,21 +27,24 @@ def summarize(run: str, directory: Path, outcome: Outcome, wall_seconds: float) 
         for first, last in first_and_last_checkpoints(directory)
     ]
     main = drafters[0] if drafters else {}
-    targets = [read_object(path) for path in directory.glob("target-*.summary.json")]
+    targets = [
+        read_object(directory / f"target-{index}.summary.json")
+        for index in range(config.target.replicas)
+    ]
     workers = [read_object(path) for path in (directory / "workers").glob("*.summary.json")]
     return {
         "outcome": outcome.kind,
         "failed_service": outcome.failed.spec.name if outcome.failed else None,
-        "run": run,
+        "run": config.run.name,
         "run_directory": str(directory),
         "wall_seconds": round(wall_seconds, 3),
         "acceptance_length_before": main.get("acceptance_length_before"),
         "acceptance_length_after": main.get("acceptance_length_after"),
         "tokens_per_second": _rate(workers),
-        "rows_published": _sum(targets, "rows_published"),
-        "rows_trained": _sum(targets, "rows_trained"),
-        "rows_lost": _sum(targets, "rows_lost"),
-        "rows_open": _sum(targets, "rows_open"),
+        "rows_published": min(_rows(targets, "rows_published"), default=None),
+        "rows_trained": min(_rows(targets, "rows_trained"), default=None),
+        "rows_lost": max(_rows(targets, "rows_lost"), default=None),
+        "rows_open": max(_rows(targets, "rows_open"), default=None),
         "drafters": drafters,
     }
 
@@ -73,6 +77,8 @@ def _rate(workers: list[dict[str, Any]]) -> float | None:
     return round(sum(rates), 3) if rates else None
 
 
-def _sum(summaries: Iterable[dict[str, Any]], key: str) -> int | None:
-    values = [summary[key] for summary in summaries if key in summary]
-    return sum(values) if values else None
+def _rows(targets: list[dict[str, Any]], key: str) -> list[int]:
+    """Return a figure of each group, summed over the rings; nothing where a ring's is missing."""
+    accounts = [target.get("groups", {}) for target in targets]
+    groups = set.intersection(*map(set, accounts))
+    return [sum(account[group][key] for account in accounts) for group in groups]

@@ -65,7 +65,7 @@ def up(files: list[Path], settings: list[str], stop: threading.Event) -> int:
         for name in (RECORD_NAME, f"{STOP_NAME}.{os.getpid()}"):
             (directory / name).unlink(missing_ok=True)
         wall_seconds = time.monotonic() - started_at
-        line = summarize(launch.config.run.name, directory, outcome, wall_seconds)
+        line = summarize(launch.config, outcome, wall_seconds)
         print(json.dumps(line), flush=True)  # noqa: T201
     return _exit_code(outcome)
 
@@ -100,10 +100,10 @@ def fresh_directory(run: str) -> Path:
 
 def service_specs(launch: Launch) -> list[ServiceSpec]:
     """Return the services of a run in the order they start."""
-    specs = [
-        _spec(launch, "control-plane", "control_plane"),
-        _spec(launch, "target-0", "target_server"),
-    ]
+    specs = [_spec(launch, "control-plane", "control_plane")]
+    # Each claims a ring when it starts: the names are the logs', in the order of the starts.
+    for number in range(launch.config.target.replicas):
+        specs.append(_spec(launch, f"target-{number}", "target_server"))
     groups = sorted(launch.config.groups)
     for group in groups:
         for number in range(launch.config.launcher.workers):

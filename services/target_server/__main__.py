@@ -1,14 +1,15 @@
-"""`python -m services.target_server`: parse, build, capture."""
+"""`python -m services.target_server`: parse, claim a ring, build, capture."""
 
 import contextlib
 import sys
 import threading
 
 from common.config.command_line import parse
-from common.lifecycle import FileLock, run_service
+from common.lifecycle import run_service
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
+from services.target_server.claim import claim_shard
 from services.target_server.config import TargetServerConfig
 
 
@@ -18,15 +19,18 @@ def main(stop: threading.Event) -> None:
     if config is None:
         return
     run = config.run
-    logs.configure("target_server", "target-0", run.name, run.log_level)
-    lock = FileLock(run.directory / "target-0.lock", f"target server of run {run.name!r}")
-    with contextlib.ExitStack() as stack:
-        # First of all: workers tell by the lock whether a target is coming.
-        stack.enter_context(lock.acquire("stop that one, or choose another run.directory"))
-        (run.directory / "target-0.summary.json").unlink(missing_ok=True)
+    # First of all: workers tell by the lock whether a target is coming.
+    shard, claim = claim_shard(
+        run.directory, config.target.replicas, f"target server of run {run.name!r}"
+    )
+    instance = f"target-{shard.index}"
+    logs.configure("target_server", instance, run.name, run.log_level)
+    with claim, contextlib.ExitStack() as stack:
+        summary = run.directory / f"{instance}.summary.json"
+        summary.unlink(missing_ok=True)
         late = LateService()
         link = ControlLink(
-            Identity("target_server", "target-0", run.name),
+            Identity("target_server", instance, run.name),
             run.directory / "control.sock",
             interval_seconds=config.control_plane.heartbeat_seconds,
             describe=late.describe,
@@ -36,7 +40,7 @@ def main(stop: threading.Event) -> None:
         # Heavy imports come after the config is known to be good.
         from services.target_server.assemble import open_server
 
-        server = open_server(config, stop, stack)
+        server = open_server(config, shard, summary, stop, stack)
         late.bind(server)
         server.run()
 

@@ -11,7 +11,7 @@ import torch
 
 from common.config.shared import RunTable
 from common.contracts.rows import AuxDtype, RowSchema
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import SequenceSet, Shard
 from common.errors import ConfigError
 from common.float8 import check_device
 from common.ring.layout import SlotLayout
@@ -34,16 +34,20 @@ from services.target_server.conversations import Conversations
 from services.target_server.packing import RowStream
 from services.target_server.recipes import RecipeBook
 from services.target_server.server import TargetServer
-from services.target_server.transport import choose_transport, transport_that_fits
+from services.target_server.transport import Transport, choose_transport, transport_that_fits
 
 AUX_DTYPES: dict[str, AuxDtype] = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 _log = logging.getLogger(__name__)
 
 
 def open_server(
-    config: TargetServerConfig, stop: threading.Event, stack: contextlib.ExitStack
+    config: TargetServerConfig,
+    shard: Shard,
+    summary: Path,
+    stop: threading.Event,
+    stack: contextlib.ExitStack,
 ) -> TargetServer:
-    """Load the target, check it, open the ring."""
+    """Load the target, check it, open the ring that carries the rows of `shard`."""
     run = config.run
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
@@ -66,37 +70,46 @@ def open_server(
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
     schema = make_schema(config, description, layer_ids, template_fingerprint(tokenizer, kwargs))
-    layout = SlotLayout(schema)
-    reclaim_dead_segments()
-    transport = transport_that_fits(
-        transport, config.ring, config.ring.num_slots * layout.slot_bytes
-    )
-    _log.info("transport %s", transport.reason)
-    ring = stack.enter_context(
-        RingOwner(
-            endpoint=run.directory / "target-0.sock",
-            run=run.name,
-            schema=schema,
-            table=config.ring,
-            groups=config.groups,
-            total_rows=total_rows,
-            settled={name: committed_rows(run, name) for name in config.groups},
-            backing=transport.backing,
-            gpu=transport.gpu,
-            transport_reason=transport.reason,
-        )
-    )
+    ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
     return TargetServer(
         target=str(config.target.model),
-        recipes=RecipeBook(stream.rows(), ring),
-        capture=Capture(model, tap, layout, is_packed=checks.is_packed),
+        recipes=RecipeBook(stream.rows(shard), ring),
+        capture=Capture(model, tap, ring.layout, is_packed=checks.is_packed),
         announcer=stack.enter_context(Announcer()),
         ring=ring,
         checks=checks,
         total_rows=total_rows,
         skipped_samples=lambda: dict(conversations.skipped.counts),
-        summary=run.directory / "target-0.summary.json",
+        summary=summary,
         stop=stop,
+    )
+
+
+def open_ring(
+    config: TargetServerConfig,
+    shard: Shard,
+    schema: RowSchema,
+    transport: Transport,
+    total_rows: int | None,
+) -> RingOwner:
+    """Open the ring of one target, where the transport says or where it fits."""
+    run = config.run
+    reclaim_dead_segments()
+    num_bytes = config.ring.num_slots * SlotLayout(schema).slot_bytes
+    transport = transport_that_fits(transport, config.ring, num_bytes)
+    _log.info("transport %s", transport.reason)
+    return RingOwner(
+        endpoint=run.directory / f"target-{shard.index}.sock",
+        run=run.name,
+        schema=schema,
+        table=config.ring,
+        groups=config.groups,
+        total_rows=total_rows,
+        settled={name: committed_rows(run, name) for name in config.groups},
+        shard=shard,
+        backing=transport.backing,
+        gpu=transport.gpu,
+        transport_reason=transport.reason,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from common.contracts.rows import DocumentSpan
+from common.contracts.sequences import ONE_RING, Shard
 from services.target_server.data_config import DataTable
 
 PADDING_DOCUMENT = -1
@@ -68,12 +69,12 @@ class RowStream:
         self._source = source
         self._table = table
 
-    def rows(self, start: int = 0) -> Iterator[PackedRow]:
-        """Yield rows from sequence `start` on; those before it are packed again and dropped."""
+    def rows(self, shard: Shard = ONE_RING) -> Iterator[PackedRow]:
+        """Yield the rows of one ring, by sequence; all are packed, and those of others dropped."""
         sequence = 0
         for data_epoch in range(self._table.data_epochs):
             for samples in self._pack(self._source.samples(data_epoch)):
-                if sequence >= start:
+                if shard.holds(sequence):
                     yield make_row(samples, self._table.row_tokens, sequence, data_epoch)
                 sequence += 1
 

@@ -138,17 +138,9 @@ class TargetServer:
 
     def _write_summary(self) -> None:
         report = self._ring.report()
-        groups = {account.group: summarise(account.model_dump()) for account in report.groups}
         content = {
-            **{
-                key: min(group[key] for group in groups.values())
-                for key in ("rows_published", "rows_trained")
-            },
-            **{
-                key: max(group[key] for group in groups.values())
-                for key in ("rows_lost", "rows_open")
-            },
-            "groups": groups,
+            "shard": report.shard.model_dump(),
+            "groups": {account.group: summarise(account.model_dump()) for account in report.groups},
             "is_drained": self._ring.is_drained(),
             "captured_tokens": self._announcer.num_tokens,
             "capture_seconds": self._capture_seconds,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import zmq
 
-from common.contracts.codec import MAX_MESSAGE_BYTES, encode
+from common.contracts.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from common.contracts.control_messages import SERVICE_DECODER, Command, ServiceReply
 from common.telemetry.control_link import ControlLink, Identity, ServiceState
 from tests.heartbeats import (
@@ -213,7 +213,9 @@ def test_malformed_messages_are_counted_and_survived(served: Served, line: Line)
     line.socket.send(b"")
     line.socket.send_multipart([b"two", b"frames"])
     line.socket.send(encode(Command(name="stop", number=1)))
-    line.socket.send(encode(beat("evaluator")).replace(b"\x93\x01", b"\x93\x63", 1))
+    line.socket.send(
+        encode(beat("evaluator")).replace(bytes([0x93, PROTOCOL_VERSION]), b"\x93\x63", 1)
+    )
     line.socket.send(b"x" * (MAX_MESSAGE_BYTES + 1))
     line.ask(beat("drafter_worker"))
     status = served.status()

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 
-from common.contracts.codec import MAX_MESSAGE_BYTES
+from common.contracts.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from common.contracts.rows import DocumentSpan
 from common.contracts.sequences import SequenceSet
 from common.errors import (
@@ -262,9 +262,9 @@ GARBAGE = {
     "noise": ([os.urandom(50)], "malformed"),
     "empty": ([b""], "malformed"),
     "many parts": ([b"a", b"b", b"c"], "malformed"),
-    "version": ([msgpack.packb((7, "Hello", {}))], "wrong_version"),
-    "type": ([msgpack.packb((1, "Welcome", {}))], "unknown_type"),
-    "fields": ([msgpack.packb((1, "Hello", {"session": "x"}))], "malformed"),
+    "version": ([msgpack.packb((PROTOCOL_VERSION + 1, "Hello", {}))], "wrong_version"),
+    "type": ([msgpack.packb((PROTOCOL_VERSION, "Welcome", {}))], "unknown_type"),
+    "fields": ([msgpack.packb((PROTOCOL_VERSION, "Hello", {"session": "x"}))], "malformed"),
 }
 
 

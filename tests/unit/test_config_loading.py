@@ -127,7 +127,8 @@ def test_a_run_directory_whose_sockets_would_be_too_long_is_refused() -> None:
 
 
 def test_the_resolved_config_loads_to_itself() -> None:
-    config = load(LauncherConfig, [], ["run.seed=3", "launcher.workers=2"], {})
+    settings = ["run.seed=3", "launcher.workers=2", "target.model=m"]
+    config = load(LauncherConfig, [], settings, {})
     assert LauncherConfig.model_validate(json.loads(describe(config))) == config
 
 

@@ -10,12 +10,13 @@ import torch
 from common.contracts.rows import DocumentSpan, RowSchema
 from common.errors import PeerLostError
 from common.float8 import quantise
-from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import MemorySegment
+from common.ring.worker_rings import WorkerRings
 from common.tensors import StagingBuffers, slot_tensor
 from services.drafter_worker.feed import RowFeed
+from services.drafter_worker.stream import TargetWatch
 from tests.rings import endpoint_in, make_groups, make_schema, make_table
 
 CPU = torch.device("cpu")
@@ -36,19 +37,18 @@ def owner(tmp_path: Path, schema: RowSchema) -> Iterator[RingOwner]:
 
 
 @pytest.fixture
-def feed(tmp_path: Path, owner: RingOwner) -> Iterator[tuple[RowFeed, RingConsumer]]:
-    consumer = RingConsumer(endpoint=endpoint_in(tmp_path), worker_id="w", group="main", capacity=2)
-    schema = consumer.schema(10)
+def feed(tmp_path: Path, owner: RingOwner) -> Iterator[RowFeed]:
+    rings = WorkerRings([endpoint_in(tmp_path)], worker_id="w", group="main", capacity=2)
+    schema = rings.schema(10)
     buffers = [StagingBuffers(SlotLayout(schema), CPU, torch.float32) for _ in range(2)]
     rows = RowFeed(
-        consumer,
+        rings,
         buffers,
-        target_timeout_seconds=1.0,
-        stream_is_over=lambda: False,
+        check_targets=TargetWatch(tmp_path, rings, timeout_seconds=1.0).check,
     )
-    yield rows, consumer
+    yield rows
     rows.close()
-    consumer.close()
+    rings.close()
 
 
 def publish(owner: RingOwner, sequence: int, *, corrupt: bool = False) -> None:
@@ -63,24 +63,20 @@ def publish(owner: RingOwner, sequence: int, *, corrupt: bool = False) -> None:
             view[-1] ^= 0xFF
 
 
-def test_staged_rows_are_copies_that_outlive_their_slot(
-    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
-) -> None:
-    rows, _ = feed
+def test_staged_rows_are_copies_that_outlive_their_slot(owner: RingOwner, feed: RowFeed) -> None:
     publish(owner, 0)
-    row = rows.next_row(10)
+    row = feed.next_row(10)
     assert (row.sequence, row.used_tokens) == (0, 9)
     for sequence in range(1, 3):
         publish(owner, sequence)
     assert (row.buffers.aux_hidden_states == 0.5).all()
-    rows.give_back(row)
+    feed.give_back(row)
 
 
 @pytest.mark.parametrize("schema", [make_schema(aux_dtype="float8_e4m3fn")])
 def test_rows_in_float8_are_staged_wide_token_by_token_with_its_scale(
-    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+    owner: RingOwner, feed: RowFeed
 ) -> None:
-    rows, _ = feed
     features = torch.randn(9, 16) * torch.logspace(-3, 3, 9)[:, None]
     with owner.loan(10) as slot:
         values, scales = (
@@ -89,50 +85,45 @@ def test_rows_in_float8_are_staged_wide_token_by_token_with_its_scale(
         )
         quantise(features, values, scales)
         slot.publish(sequence=0, split="train", used_tokens=9, documents=())
-    staged = rows.next_row(10).buffers.aux_hidden_states
+    staged = feed.next_row(10).buffers.aux_hidden_states
     assert staged.dtype == torch.float32
     assert (staged[9:] == 0).all()
     errors = (staged[:9] - features).norm(dim=-1) / features.norm(dim=-1)
     assert (errors < 0.05).all(), errors
 
 
-def test_no_more_rows_are_staged_than_there_are_buffers(
-    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
-) -> None:
-    rows, _ = feed
+def test_no_more_rows_are_staged_than_there_are_buffers(owner: RingOwner, feed: RowFeed) -> None:
     for sequence in range(4):
         publish(owner, sequence)
-    held = [rows.next_row(10), rows.next_row(10)]
-    assert rows.next_row(0.3) is None
-    rows.give_back(held[0])
-    assert rows.next_row(10).sequence == 2
+    held = [feed.next_row(10), feed.next_row(10)]
+    assert feed.next_row(0.3) is None
+    feed.give_back(held[0])
+    assert feed.next_row(10).sequence == 2
 
 
 def test_a_corrupt_payload_is_given_back_until_it_is_poison(
-    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+    owner: RingOwner, feed: RowFeed
 ) -> None:
-    rows, _ = feed
     publish(owner, 0)
     publish(owner, 1)
-    held = [rows.next_row(10), rows.next_row(10)]
+    held = [feed.next_row(10), feed.next_row(10)]
     # Without a free buffer the worker takes no lease: the byte changes before anyone copies it.
     publish(owner, 2, corrupt=True)
     for row in held:
-        rows.give_back(row)
+        feed.give_back(row)
     publish(owner, 3)
-    assert rows.next_row(10).sequence == 3
+    assert feed.next_row(10).sequence == 3
     deadline = time.monotonic() + 10
     while owner.report().groups[0].poison == 0:
         assert time.monotonic() < deadline
-    assert rows.num_rejected == 2, "one for each attempt"
+    assert feed.num_rejected == 2, "one for each attempt"
 
 
 def test_a_target_that_stays_silent_is_an_error_that_says_what_to_do(
-    owner: RingOwner, feed: tuple[RowFeed, RingConsumer]
+    owner: RingOwner, feed: RowFeed
 ) -> None:
-    rows, _ = feed
     owner.close()
     # The prefetch thread finds out; `next_row` raises what it found.
-    rows._thread.join(30)
+    feed._thread.join(30)
     with pytest.raises(PeerLostError, match="target_timeout_seconds"):
-        rows.next_row(0.2)
+        feed.next_row(0.2)

@@ -12,17 +12,22 @@ import pytest
 
 from common.errors import ConfigError
 from common.lifecycle import FileLock
+from services.launcher.config import LauncherConfig
 from services.launcher.progress import describe, rows_trained
 from services.launcher.rundir import find_run, first_and_last_checkpoints, launcher_pid
 from services.launcher.summary import remove_old_summaries, summarize
 from services.launcher.supervisor import Outcome
-from services.launcher.up import evaluator_spec, prepare, service_specs
+from services.launcher.up import Launch, evaluator_spec, prepare, service_specs
 
 
 @pytest.fixture
 def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def launch_of(*settings: str) -> Launch:
+    return prepare([], [*settings, "target.model=m"])
 
 
 def settings_of(arguments: tuple[str, ...]) -> list[str]:
@@ -39,17 +44,17 @@ def make_checkpoint(directory: Path, group: str, index: int, step: int, length: 
 
 
 def test_a_run_without_a_directory_gets_one_of_its_own(in_directory: Path) -> None:
-    first = prepare([], ["run.name=demo"])
+    first = launch_of("run.name=demo")
     assert first.directory.parent == Path("runs")
     assert first.directory.name.startswith("demo-20")
     first.directory.mkdir(parents=True)
-    second = prepare([], ["run.name=demo"])
+    second = launch_of("run.name=demo")
     assert second.directory != first.directory
     assert f'run.directory="{first.directory}"' in settings_of(first.arguments)
 
 
 def test_a_directory_that_is_set_is_kept(in_directory: Path) -> None:
-    launch = prepare([], ["run.directory=here"])
+    launch = launch_of("run.directory=here")
     assert launch.directory == Path("here")
     assert settings_of(launch.arguments)[0] == "run.directory=here"
 
@@ -60,15 +65,15 @@ def test_a_default_port_in_use_gives_way_and_a_chosen_one_does_not(in_directory:
     except OSError:  # somebody else has it, which serves as well
         taken = socket.socket()
     with taken:
-        assert "control_plane.port=0" in settings_of(prepare([], []).arguments)
-        chosen = prepare([], ["control_plane.port=8765"])
+        assert "control_plane.port=0" in settings_of(launch_of().arguments)
+        chosen = launch_of("control_plane.port=8765")
     assert chosen.config.control_plane.port == 8765
     assert "control_plane.port=0" not in settings_of(chosen.arguments)
 
 
 def test_every_service_gets_the_same_arguments(in_directory: Path) -> None:
     (in_directory / "run.toml").write_text("[launcher]\nworkers = 2\n")
-    launch = prepare([Path("run.toml")], ["run.seed=3"])
+    launch = prepare([Path("run.toml")], ["run.seed=3", "target.model=m"])
     specs = service_specs(launch)
     assert [spec.name for spec in specs] == ["control-plane", "target-0", "worker-0", "worker-1"]
     for spec in specs:
@@ -76,9 +81,7 @@ def test_every_service_gets_the_same_arguments(in_directory: Path) -> None:
 
 
 def test_each_group_gets_its_workers(in_directory: Path) -> None:
-    launch = prepare(
-        [], ["groups.fast.policy=skip", "groups.wide.policy=wait", "launcher.workers=2"]
-    )
+    launch = launch_of("groups.fast.policy=skip", "groups.wide.policy=wait", "launcher.workers=2")
     workers = [spec for spec in service_specs(launch) if spec.role == "drafter_worker"]
     assert [spec.name for spec in workers] == [
         "worker-fast-0", "worker-fast-1", "worker-wide-0", "worker-wide-1"
@@ -86,13 +89,20 @@ def test_each_group_gets_its_workers(in_directory: Path) -> None:
     assert workers[2].command[-1] == 'training.group="wide"'
 
 
+def test_each_target_of_the_run_is_started_and_claims_its_ring_itself(in_directory: Path) -> None:
+    launch = launch_of("target.replicas=3")
+    targets = [spec for spec in service_specs(launch) if spec.role == "target_server"]
+    assert [spec.name for spec in targets] == ["target-0", "target-1", "target-2"]
+    assert len({spec.command for spec in targets}) == 1
+
+
 def test_passive_threads_are_set_only_where_asked_for(in_directory: Path) -> None:
-    launch = prepare([], ["launcher.passive_threads=true"])
+    launch = launch_of("launcher.passive_threads=true")
     assert service_specs(launch)[1].command[:2] == ("env", "OMP_WAIT_POLICY=PASSIVE")
 
 
 def test_the_evaluator_gets_its_checkpoints_as_toml(in_directory: Path) -> None:
-    spec = evaluator_spec(prepare([], []), [Path('a "b"/step-000000'), Path("c")])
+    spec = evaluator_spec(launch_of(), [Path('a "b"/step-000000'), Path("c")])
     assert spec.command[-1] == r'evaluation.checkpoints=["a \"b\"/step-000000", "c"]'
 
 
@@ -108,18 +118,50 @@ def test_the_last_checkpoint_is_the_highest_step_that_is_whole(tmp_path: Path) -
     ]
 
 
+def config_of(directory: Path, replicas: int = 1) -> LauncherConfig:
+    values = {"run": {"directory": directory}, "target": {"model": "m", "replicas": replicas}}
+    return LauncherConfig.model_validate(values)
+
+
+def write_target(directory: Path, index: int, **published: int) -> None:
+    groups = {
+        group: {
+            "rows_published": rows,
+            "rows_trained": rows - 1,
+            "rows_lost": index,
+            "rows_open": 1,
+        }
+        for group, rows in published.items()
+    }
+    (directory / f"target-{index}.summary.json").write_text(json.dumps({"groups": groups}))
+
+
+def test_rows_are_summed_over_targets_and_the_group_that_is_behind_counts(tmp_path: Path) -> None:
+    write_target(tmp_path, 0, a=10, b=8)
+    write_target(tmp_path, 1, a=7, b=10)
+    line = summarize(config_of(tmp_path, replicas=2), Outcome("finished"), 1.0)
+    assert (line["rows_published"], line["rows_trained"]) == (17, 15)
+    assert (line["rows_lost"], line["rows_open"]) == (1, 2)
+
+
+def test_rows_are_null_where_a_target_has_left_no_account(tmp_path: Path) -> None:
+    write_target(tmp_path, 0, main=10)
+    line = summarize(config_of(tmp_path, replicas=2), Outcome("failed"), 1.0)
+    assert line["rows_published"] is line["rows_lost"] is None
+
+
 def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "main", 0, 0, 1.02)
     make_checkpoint(tmp_path, "main", 0, 50, 2.5)
     make_checkpoint(tmp_path, "main", 1, 0, 1.01)
     make_checkpoint(tmp_path, "main", 1, 40, 2.25)
-    rows = {"rows_published": 64, "rows_trained": 63, "rows_lost": 1}
-    (tmp_path / "target-0.summary.json").write_text(json.dumps(rows))
+    rows = {"rows_published": 64, "rows_trained": 63, "rows_lost": 1, "rows_open": 0}
+    (tmp_path / "target-0.summary.json").write_text(json.dumps({"groups": {"main": rows}}))
     (tmp_path / "workers").mkdir()
     for number, seconds in enumerate((2.0, 4.0)):
         worker = {"trained_tokens": 9999, "tokens_per_second": 1000 / seconds, "step": 1}
         (tmp_path / "workers" / f"worker-{number}.summary.json").write_text(json.dumps(worker))
-    line = summarize("demo", tmp_path, Outcome("finished"), 12.3456)
+    line = summarize(config_of(tmp_path), Outcome("finished"), 12.3456)
     assert line | rows == line
     assert (line["acceptance_length_before"], line["acceptance_length_after"]) == (1.02, 2.5)
     assert line["tokens_per_second"] == 750.0
@@ -128,7 +170,7 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
 
 
 def test_a_figure_that_nobody_measured_is_null(tmp_path: Path) -> None:
-    line = summarize("demo", tmp_path, Outcome("stopped"), 1.0)
+    line = summarize(config_of(tmp_path), Outcome("stopped"), 1.0)
     assert (line["outcome"], line["failed_service"], line["drafters"]) == ("stopped", None, [])
     missing = ("acceptance_length_before", "tokens_per_second", "rows_published", "rows_lost")
     assert [line[name] for name in missing] == [None] * 4
@@ -140,15 +182,17 @@ def test_the_newer_of_two_evaluations_of_a_checkpoint_counts(tmp_path: Path) -> 
     os.utime(old, ns=(0, 0))
     result = json.loads(old.read_text()) | {"acceptance_length": 1.5}
     (tmp_path / "evaluations" / "a-newer-one.json").write_text(json.dumps(result))
-    assert summarize("demo", tmp_path, Outcome("finished"), 1.0)["acceptance_length_before"] == 1.5
+    line = summarize(config_of(tmp_path), Outcome("finished"), 1.0)
+    assert line["acceptance_length_before"] == 1.5
 
 
 def test_summaries_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     for name in ("target-0.summary.json", "workers/worker-7.summary.json"):
-        (tmp_path / name).write_text('{"rows_lost": 99}')
+        (tmp_path / name).write_text('{"groups": {"main": {"rows_lost": 99}}}')
     remove_old_summaries(tmp_path)
-    assert summarize("demo", tmp_path, Outcome("finished"), 1.0)["rows_lost"] is None
+    line = summarize(config_of(tmp_path), Outcome("finished"), 1.0)
+    assert line["rows_lost"] is None
 
 
 def test_the_one_live_run_is_found_and_two_must_be_named(in_directory: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config.loading import Table, load
+from common.contracts.sequences import ONE_RING, shards_of
 from common.errors import ConfigError
 from services.target_server.data_config import DataTable
 from services.target_server.packing import RowStream, Sample, first_fit, make_row
@@ -38,8 +39,8 @@ def sample_of(sample_id, length):
     return Sample(sample_id, sample_id % 7, token_ids, (token_ids % 2).astype(np.uint8))
 
 
-def rows_of(lengths, table=TABLE, start=0):
-    return list(RowStream(ListedSamples(lengths), table).rows(start))
+def rows_of(lengths, table=TABLE, shard=ONE_RING):
+    return list(RowStream(ListedSamples(lengths), table).rows(shard))
 
 
 lengths_of_samples = st.lists(st.integers(2, 128), min_size=1, max_size=60)
@@ -60,16 +61,17 @@ def test_every_sample_is_in_one_row_whole(lengths):
 
 
 @settings(deadline=None)
-@given(lengths_of_samples, st.integers(1, 3), st.integers(0, 20))
-def test_rows_after_a_restart_are_the_same_rows(lengths, data_epochs, start):
+@given(lengths_of_samples, st.integers(1, 3), st.integers(1, 4))
+def test_the_rings_of_a_run_share_out_the_rows_of_one_packing(lengths, data_epochs, count):
     table = TABLE.model_copy(update={"data_epochs": data_epochs})
     straight = rows_of(lengths, table)
-    resumed = rows_of(lengths, table, start=start)
     assert [row.sequence for row in straight] == list(range(len(straight)))
-    assert [row.sequence for row in resumed] == list(range(start, len(straight)))
-    for before, after in zip(straight[start:], resumed, strict=True):
-        assert before.documents == after.documents
-        assert np.array_equal(before.token_ids, after.token_ids)
+    shared_out = [row for shard in shards_of(count) for row in rows_of(lengths, table, shard)]
+    shared_out.sort(key=lambda row: row.sequence)
+    for one, other in zip(straight, shared_out, strict=True):
+        assert one.sequence == other.sequence
+        assert one.documents == other.documents
+        assert np.array_equal(one.token_ids, other.token_ids)
 
 
 @settings(deadline=None)

@@ -4,7 +4,10 @@ import math
 
 import pytest
 
+from common.contracts.control_messages import AbsentGroup
+from common.contracts.sequences import shards_of
 from services.control_plane.health import find_bottleneck, is_silent, is_stalled
+from services.control_plane.metrics import render
 from services.control_plane.registry import InstanceView, Registry
 from services.control_plane.status import Status
 from services.control_plane.view import build_status
@@ -266,6 +269,37 @@ def test_groups_sum_workers_and_rings_and_know_their_last_evaluation(registry: R
     assert (group.trained_rows, group.tokens_per_second, group.loss) == (14, 1024.0, 3.0)
     assert group.acceptance_length == 2.5
     assert group.account.published == 11
+
+
+def test_each_target_has_its_ring_and_the_run_s_length_is_no_sum(registry: Registry) -> None:
+    for index, shard in enumerate(shards_of(2)):
+        report = target_report(ring=ring_report(shard=shard), captured_tokens=100)
+        registry.take_heartbeat(
+            beat("target_server", index + 1, instance=f"target-{index}", report=report)
+        )
+    status = status_of(registry)
+    assert [(ring.instance, ring.shard) for ring in status.rings] == [
+        ("target-0", shards_of(2)[0]), ("target-1", shards_of(2)[1])
+    ]  # fmt: skip
+    assert (status.target.total_rows, status.target.captured_tokens) == (64, 200)
+    assert status.groups[0].account.published == 22
+
+
+def test_a_group_without_a_worker_that_blocks_a_ring_is_named_while_its_target_lives(
+    registry: Registry, clock: Clock
+) -> None:
+    away = AbsentGroup(group="away", absent_seconds=12.4, num_waiting=8, is_blocking=True,
+                       is_detached=False)  # fmt: skip
+    report = target_report(ring=ring_report(absent_groups=(away,), is_blocked=True))
+    registry.take_heartbeat(beat("target_server", 1, report=report))
+    status = status_of(registry)
+    assert status.rings[0].absent_groups == (away,)
+    assert status.bottleneck.name == "drafter"
+    assert "group 'away' has had no worker for 12 s and blocks target-0" in status.bottleneck.reason
+    sample = 'ring_absent_group_seconds{group="away",instance="target-0",state="waiting"} 12.4'
+    assert sample in render(status).decode()
+    clock.now += 60
+    assert "away" not in status_of(registry).bottleneck.reason
 
 
 def test_the_ring_epoch_survives_json_as_text(registry: Registry) -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.config.shared import RingTable
 from common.contracts.ring_messages import LeaseRef
 from common.errors import SlotStateError
 from common.ring.book import Delivery, SlotBook, describe
@@ -55,6 +56,86 @@ def test_a_full_ring_lends_nothing_until_a_slot_is_free() -> None:
     assert book.loan() is None
     book.abort(1)
     assert book.loan() == 1
+
+
+def test_from_the_high_watermark_a_loan_waits_for_the_low_one() -> None:
+    book = SlotBook(6, ("a",), watermarks=(4, 1))
+    for sequence in range(4):
+        published(book, sequence, ("a",))
+    assert book.loan() is None, "four of six are in use"
+    for num_left in (3, 2):
+        book.release(leased(book, "a"))
+        assert book.loan() is None, f"{num_left} are left"
+        assert book.is_blocked()
+    book.release(leased(book, "a"))
+    assert not book.is_blocked()
+    for sequence in range(4, 7):
+        published(book, sequence, ("a",))
+    assert book.loan() is None, "at the high one again"
+
+
+def test_below_the_high_watermark_nothing_waits() -> None:
+    book = SlotBook(6, ("a",), watermarks=(4, 1))
+    for sequence in range(20):
+        for _ in range(3 if sequence == 0 else 1):
+            published(book, sequence, ("a",))
+        book.release(leased(book, "a"))
+
+
+def test_a_slot_that_is_being_written_counts_for_the_high_watermark_alone() -> None:
+    """Its writer may be who asks: to wait for its own publish would be to wait for ever."""
+    book = SlotBook(4, ("a",), watermarks=(3, 0))
+    published(book, 0, ("a",))
+    published(book, 1, ("a",))
+    writing = book.loan()
+    assert writing is not None
+    assert book.loan() is None
+    for _ in range(2):
+        assert book.loan() is None
+        book.release(leased(book, "a"))
+    assert book.num_writing() == 1
+    assert book.loan() is not None, "nothing is published: the low watermark is met"
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 7, 8, 30])
+@pytest.mark.parametrize("high", [0.01, 0.1, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("low", [None, 0.0, 0.009])
+def test_no_pair_of_watermarks_blocks_a_ring_for_ever(
+    num_slots: int, high: float, low: float | None
+) -> None:
+    table = RingTable(num_slots=num_slots, high_watermark=high, low_watermark=low)
+    book = SlotBook(num_slots, ("a",), table.watermark_slots)
+    assert 0 <= book.low_watermark < book.high_watermark <= num_slots
+    for _ in range(3):
+        while not book.is_blocked():
+            published(book, 0, ("a",))
+        assert book.in_ring("a") == book.high_watermark
+        while (slot := book.loan()) is None:
+            book.release(leased(book, "a"))
+        assert book.in_ring("a") == book.low_watermark
+        book.abort(slot)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "low", "high", "slots"),
+    [
+        (8, None, 1.0, (8, 7)),
+        (8, 0.25, 0.75, (6, 2)),
+        (30, 0.05, 0.1, (3, 1)),
+        (2, 0.4, 0.5, (1, 0)),
+    ],
+)
+def test_watermarks_are_parts_of_the_ring(
+    num_slots: int, low: float | None, high: float, slots: tuple[int, int]
+) -> None:
+    table = RingTable(num_slots=num_slots, low_watermark=low, high_watermark=high)
+    assert table.watermark_slots == slots
+
+
+@pytest.mark.parametrize("low", [0.5, 0.75])
+def test_a_low_watermark_that_is_not_below_the_high_one_is_refused(low: float) -> None:
+    with pytest.raises(ValueError, match=f"got {low}, expected less than high_watermark 0.5"):
+        RingTable(low_watermark=low, high_watermark=0.5)
 
 
 def test_a_slot_is_freed_when_every_group_is_done_with_it() -> None:

@@ -23,7 +23,7 @@ from common.contracts.ring_messages import (
     Release,
     Welcome,
 )
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import RingError
 from common.ring.protocol import OwnerProtocol
 from common.ring.worker_protocol import WorkerProtocol
@@ -296,6 +296,7 @@ def any_message(chance: random.Random) -> tuple[bytes, Record]:
         "reason": chance.choice(["torn", "corrupt", "stopping"]), "consumed": known[0],
         "committed": known[1], "staged": known[2], "group": chance.choice(["main", "main", "other"]),
         "worker_id": chance.choice(["one", "two"]),
+        "shard": chance.choice([ONE_RING, ONE_RING, Shard(index=1, count=2)]),
     }  # fmt: skip
     kind = chance.choice([Hello, Heartbeat, Heartbeat, Release, Release, Nack, Bye])
     return b"%d" % chance.choice([session, 1]), kind(**{n: values[n] for n in kind.model_fields})

@@ -10,12 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from common.errors import CheckpointError
+from common.contracts.sequences import SequenceSet
+from common.errors import CheckpointError, ConfigError
 from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
 from services.drafter_worker.claim import claim_index
 from services.drafter_worker.config import OptimizerTable
 from services.drafter_worker.optim import MasterAdamW
-from services.drafter_worker.schedule import Schedule
+from services.drafter_worker.schedule import Schedule, StreamPosition
 
 
 def make_optimizer(**changes: float) -> tuple[nn.Linear, MasterAdamW]:
@@ -88,8 +89,30 @@ def test_schedule_warms_up_then_falls_to_zero_by_steps_or_by_the_stream() -> Non
     assert by_steps.at(54, 0) == pytest.approx(0.5)
     assert by_steps.at(99, 0) == pytest.approx(0.0)
     by_stream = Schedule(table.model_copy(update={"schedule_steps": 0}), total_rows=100)
-    assert by_stream.at(0, 54) == by_steps.at(54, 0)
+    assert by_stream.at(0, 55) == by_steps.at(54, 0)
     assert Schedule(OptimizerTable(learning_rate=1.0), None).at(7, 7) == 1.0
+
+
+def test_the_stream_s_position_is_that_of_all_rings_and_never_falls_back() -> None:
+    position = StreamPosition(2, SequenceSet())
+    seen = []
+    for sequence in (0, 2, 4, 1, 2, 6, 3):  # ring 0 is ahead of ring 1, and row 2 comes again
+        position.reach(sequence)
+        seen.append(position.num_rows)
+    assert seen == [1, 2, 3, 4, 4, 5, 6]
+
+
+def test_a_single_ring_s_position_is_its_furthest_row() -> None:
+    position = StreamPosition(1, SequenceSet())
+    position.reach(41)
+    assert position.num_rows == 42
+
+
+def test_a_resumed_worker_s_position_is_that_of_its_checkpoint() -> None:
+    position = StreamPosition(2, SequenceSet(low=3, above=(4, 6, 8)))
+    assert position.num_rows == 5 + 1
+    position.reach(3)
+    assert position.num_rows == 7
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -150,6 +173,14 @@ def test_workers_claim_distinct_indexes_and_a_freed_one_is_taken_again(tmp_path:
     assert holder == {"pid": os.getpid(), "holder": "b"}
     for lock in (second_lock, third_lock):
         lock.release()
+
+
+def test_a_claim_where_nothing_can_be_written_is_an_error_and_no_endless_search(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "main").write_text("a file")
+    with pytest.raises(ConfigError, match=r"choose a run\.directory"):
+        claim_index(tmp_path / "main", "a worker")
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
