@@ -52,6 +52,8 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.ring_throughput --json
+	$(BIN)/python -m benchmarks.announce_latency --json
+	$(BIN)/python -m benchmarks.owner_cost --json
 
 up:
 	docker compose up --detach

@@ -1,0 +1,66 @@
+"""What does a row cost its owner, all included, in time of one core?
+
+    python -m benchmarks.owner_cost [--rows 20000] [--json]
+
+CPU time of the owner's process (every thread, ZeroMQ's own as well) over many tiny rows: loan,
+header, publish, descriptor, release, credit, heartbeats and pulses. What the owner spends on a
+second in which no row moves is measured apart, with the same workers connected.
+"""
+
+import argparse
+import json
+import time
+
+from benchmarks.tiny_ring import pause, publish_row, tiny_ring
+from common.ring.owner import RingOwner
+
+_WARM_UP = 1000
+_IDLE_SECONDS = 3.0
+CASES = ((8, 1), (8, 4), (4096, 1), (4096, 4))
+
+
+def measure(num_slots: int, num_workers: int, num_rows: int) -> dict[str, float]:
+    """Return the owner's cost of a row and of an idle second, in microseconds of one core."""
+    with tiny_ring(num_slots, num_workers, owner_type=RingOwner) as (owner, _):
+        for sequence in range(_WARM_UP):
+            publish_row(owner, sequence)
+        wait_for_releases(owner, _WARM_UP)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for sequence in range(_WARM_UP, _WARM_UP + num_rows):
+            publish_row(owner, sequence)
+        wait_for_releases(owner, _WARM_UP + num_rows)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        cpu_start = time.process_time()
+        pause(_IDLE_SECONDS)
+        idle = time.process_time() - cpu_start
+        owner.end(_WARM_UP + num_rows - 1)
+    return {
+        "slots": num_slots,
+        "workers": num_workers,
+        "rows": num_rows,
+        "owner_us_a_row": round(cpu / num_rows * 1e6, 1),
+        "rows_per_second": round(num_rows / seconds),
+        "idle_us_a_second": round(idle / _IDLE_SECONDS * 1e6),
+    }
+
+
+def wait_for_releases(owner: RingOwner, num_rows: int) -> None:
+    """Wait until every row is released; a report walks the slots, so ask seldom."""
+    while owner.report().groups[0].released < num_rows:
+        pause(0.02)
+
+
+def main() -> None:
+    """Run the benchmark: one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    cases = [measure(*case, options.rows) for case in CASES]
+    worst = max(case["owner_us_a_row"] for case in cases)
+    result = {"owner_us_a_row": worst, "cases": cases}
+    print(json.dumps(result) if options.json else "\n".join(map(str, cases)))
+
+
+if __name__ == "__main__":
+    main()
