@@ -5,6 +5,7 @@ A receiver decodes against the set of types it expects. Whatever does not fit ra
 receiver.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -15,30 +16,35 @@ from common.errors import MessageError
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
+# A record holds its fields and nothing else there: what `model_dump` returns, several times faster.
+_FIELDS = attrgetter("__dict__")
 
 
 def encode(record: Record) -> bytes:
     """Return the wire form of a record."""
-    body = record.model_dump(mode="python")
-    return msgpack.packb((PROTOCOL_VERSION, type(record).__name__, body), use_bin_type=True)
+    envelope = (PROTOCOL_VERSION, type(record).__name__, record.__dict__)
+    return msgpack.packb(envelope, default=_FIELDS)
 
 
 class Decoder:
     """Decodes the given record types and refuses every other."""
 
     def __init__(self, *types: type[Record]) -> None:
-        self._types = {record_type.__name__: record_type for record_type in types}
+        self._validate = {
+            record_type.__name__: record_type.__pydantic_validator__.validate_python
+            for record_type in types
+        }
 
     def decode(self, raw: bytes) -> Any:
         """Return the record in `raw`, or raise `MessageError` naming the counter."""
         version, name, body = _open_envelope(raw)
         if type(version) is not int or version != PROTOCOL_VERSION:
             raise MessageError("wrong_version", f"got {version!r}, expected {PROTOCOL_VERSION}")
-        record_type = self._types.get(name) if isinstance(name, str) else None
-        if record_type is None:
-            raise MessageError("unknown_type", f"got {name!r}, expected {sorted(self._types)}")
+        validate = self._validate.get(name) if isinstance(name, str) else None
+        if validate is None:
+            raise MessageError("unknown_type", f"got {name!r}, expected {sorted(self._validate)}")
         try:
-            return record_type.model_validate(body)
+            return validate(body)
         except ValidationError as error:
             raise MessageError("malformed", f"{name}: {error.error_count()} bad fields") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -32,6 +32,14 @@ from common.contracts.ring_messages import (
 )
 from common.contracts.sequences import SequenceSet, shards_of
 from common.errors import MessageError
+from tests.heartbeats import (
+    beat,
+    evaluation,
+    evaluator_report,
+    goodbye,
+    target_report,
+    worker_report,
+)
 from tests.rings import make_schema
 
 REASONS = {"malformed", "oversized", "wrong_version", "unknown_type"}
@@ -131,6 +139,65 @@ def test_a_truncated_message_is_malformed(message: Record, data: st.DataObject) 
     raw = encode(message)
     assert refusal(raw[: data.draw(st.integers(0, len(raw) - 1))]) == "malformed"
     assert refusal(raw + b"\0") == "malformed"
+
+
+CONTROL_MESSAGES = [
+    beat("target_server", report=target_report()),
+    beat("drafter_worker", report=worker_report()),
+    beat("evaluator", report=evaluator_report()),
+    goodbye("evaluator"),
+    control_messages.Command(name="stop", number=1),
+    evaluation(),
+]
+
+
+def plain_bytes(message: Record) -> bytes:
+    """Return a message's wire form by pydantic's own dump."""
+    envelope = (PROTOCOL_VERSION, type(message).__name__, message.model_dump(mode="python"))
+    return msgpack.packb(envelope, use_bin_type=True)
+
+
+@given(message=ANY_MESSAGE)
+def test_the_wire_form_is_pydantic_s_dump(message: Record) -> None:
+    assert encode(message) == plain_bytes(message)
+
+
+@pytest.mark.parametrize("message", CONTROL_MESSAGES, ids=lambda message: type(message).__name__)
+def test_the_wire_form_of_control_messages_is_pydantic_s_dump(message: Record) -> None:
+    assert encode(message) == plain_bytes(message)
+    assert Decoder(type(message)).decode(encode(message)) == message
+
+
+def containers(body: Any) -> list[dict[str, Any]]:
+    """Return every map of a message, the innermost last."""
+    found = [body] if isinstance(body, dict) else []
+    inner = body.values() if isinstance(body, dict) else body if isinstance(body, tuple) else ()
+    return found + [one for value in inner for one in containers(value)]
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(message=ANY_MESSAGE, data=st.data())
+def test_a_message_is_taken_or_refused_as_pydantic_s_strict_validation_does(
+    message: Record, data: st.DataObject
+) -> None:
+    body = message.model_dump(mode="python")
+    for _ in range(data.draw(st.integers(0, 3))):
+        fields = data.draw(st.sampled_from(containers(body)))
+        name = data.draw(st.sampled_from(sorted(fields)) | st.text(max_size=4))
+        if data.draw(st.booleans()):
+            fields[name] = data.draw(JUNK)
+        else:
+            fields.pop(name, None)
+        assume(all(containers(body)))  # something is left to change
+    raw = msgpack.packb((PROTOCOL_VERSION, type(message).__name__, body))
+    received = msgpack.unpackb(raw, use_list=False)[2]
+    try:
+        expected = type(message).model_validate(received)
+    except ValidationError:
+        with pytest.raises(MessageError, match="malformed"):
+            ANY_DECODER.decode(raw)
+    else:
+        assert ANY_DECODER.decode(raw) == expected
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None, 2.0, True])
