@@ -9,7 +9,7 @@ row's number in its ring (see `Shard`).
 `capacity` less the leases it has on record for the session (R4). `number` rises with each message
 of a session; of two capacities the one with the higher number counts.
 
-    worker -> owner   Hello  Heartbeat  Release  Nack  Bye
+    worker -> owner   Hello  Heartbeat  Credit  Release  Nack  Bye
     owner -> worker   Welcome  Descriptor  Pulse  Refused
 """
 
@@ -80,6 +80,15 @@ class Heartbeat(Record):
     held: tuple[LeaseRef, ...]
     consumed: SequenceSet
     committed: SequenceSet
+
+
+class Credit(Record):
+    """A staging buffer is free again where the owner knew of none; a heartbeat repeats it."""
+
+    ring_epoch: U64
+    session: U64
+    number: Count
+    capacity: Count
 
 
 class Release(Record):
@@ -166,5 +175,5 @@ class Refused(Record):
     reason: str
 
 
-OWNER_DECODER = Decoder(Hello, Heartbeat, Release, Nack, Bye)
+OWNER_DECODER = Decoder(Hello, Heartbeat, Credit, Release, Nack, Bye)
 WORKER_DECODER = Decoder(Welcome, Descriptor, Pulse, Refused)

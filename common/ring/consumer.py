@@ -146,7 +146,7 @@ class RingConsumer:
         """A staging buffer is free again: ask for the next row at once."""
         with self._lock:
             self._protocol.return_buffer()
-            self._beat_soon()
+            self._nudge()
 
     def mark_consumed(self, sequences: set[int]) -> None:
         """These sequences are in an applied optimizer step (R8)."""

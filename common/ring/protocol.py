@@ -10,6 +10,7 @@ from common.config.shared import GroupTable, RingTable
 from common.contracts.record import Record
 from common.contracts.ring_messages import (
     Bye,
+    Credit,
     Descriptor,
     Heartbeat,
     Hello,
@@ -70,6 +71,7 @@ class OwnerProtocol:
         self._handlers = {
             Hello: self._on_hello,
             Heartbeat: self._on_heartbeat,
+            Credit: self._on_credit,
             Release: self._on_release,
             Nack: self._on_nack,
             Bye: self._on_bye,
@@ -219,6 +221,16 @@ class OwnerProtocol:
         self.stale_calls["held"] += sum(
             self.book.current(ref, entry.session) is None for ref in beat.held
         )
+
+    def _on_credit(self, identity: bytes, credit: Credit, now: float) -> None:
+        entry = self._session(identity, credit.ring_epoch, credit.session, "credit")
+        if entry is None:
+            return
+        if not entry.accepts(credit.number):
+            self.stale_calls["credit"] += 1
+            return
+        entry.capacity = credit.capacity
+        self._grant(now)
 
     def _on_release(self, identity: bytes, release: Release, now: float) -> None:
         entry = self._session(identity, release.ring_epoch, release.session, "release")

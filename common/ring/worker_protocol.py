@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from common.contracts.record import Record
 from common.contracts.ring_messages import (
     Bye,
+    Credit,
     Descriptor,
     Heartbeat,
     Hello,
@@ -76,6 +77,7 @@ class WorkerProtocol:
         self.welcome: Welcome | None = None
         self._pulse: Pulse | None = None
         self._number = 0
+        self._told_capacity = 0
         self._num_void += num_acquired
         self._held.clear()
         self._outcomes.clear()
@@ -110,10 +112,19 @@ class WorkerProtocol:
         self._told = None
 
     def return_buffer(self) -> None:
-        """A staging buffer is free again."""
+        """A staging buffer is free again: say so where the owner knows of no other one (R4)."""
         if self._num_busy == 0:
             raise SlotStateError("a buffer was returned that no release had filled")
         self._num_busy -= 1
+        if self.welcome is not None and self._told_capacity <= len(self._held):
+            self.outbox.append(
+                Credit(
+                    ring_epoch=self.welcome.ring_epoch,
+                    session=self.session,
+                    number=self._next_number(),
+                    capacity=self._tell_capacity(),
+                )
+            )
 
     def finish(self, told: Descriptor, reason: NackReason | None) -> None:
         """End a lease: LEASED -release-> RELEASED, or -requeue-> READY with a reason."""
@@ -141,7 +152,7 @@ class WorkerProtocol:
                 number=self._next_number(),
                 group=self._group,
                 shard=self.shard,
-                capacity=self._free_capacity(),
+                capacity=self._tell_capacity(),
                 pid=os.getpid(),
                 consumed=consumed,
                 committed=committed,
@@ -159,7 +170,7 @@ class WorkerProtocol:
                 ring_epoch=self.welcome.ring_epoch,
                 session=self.session,
                 number=self._next_number(),
-                capacity=self._free_capacity(),
+                capacity=self._tell_capacity(),
                 held=tuple(self._held.values()),
                 consumed=consumed,
                 committed=committed,
@@ -247,6 +258,10 @@ class WorkerProtocol:
         self._number += 1
         return self._number
 
+    def _tell_capacity(self) -> int:
+        self._told_capacity = self._free_capacity()
+        return self._told_capacity
+
     def _free_capacity(self) -> int:
         """Buffers that are free or under a lease of this session (R4)."""
         return max(0, self._capacity - self._num_busy - self._num_void)
@@ -256,7 +271,7 @@ class WorkerProtocol:
             "ring_epoch": told.ring_epoch,
             "session": told.session,
             "number": self._next_number(),
-            "capacity": self._free_capacity(),
+            "capacity": self._tell_capacity(),
             "lease": told.lease,
         }
         return Release(**answer) if reason is None else Nack(**answer, reason=reason)  # type: ignore[arg-type]

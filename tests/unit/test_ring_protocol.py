@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.contracts.ring_messages import LeaseRef, Pulse, Refused, Release, Welcome
+from common.contracts.ring_messages import Credit, LeaseRef, Pulse, Refused, Release, Welcome
 from common.contracts.sequences import SequenceSet
 from tests.rings import Bench, make_groups, sequences
 
@@ -133,6 +133,29 @@ def test_capacity_is_absolute_and_leases_on_record_are_taken_off() -> None:
     assert len(worker.leases()) == 1
     worker.beat(second, capacity=9)
     assert len(worker.leases()) == 1
+
+
+def test_a_credit_says_the_capacity_and_asks_for_no_answer() -> None:
+    bench = Bench()
+    worker = bench.worker(capacity=0)
+    worker.told(Welcome)
+    bench.publish(0, 1, 2)
+    worker.say(Credit, capacity=1)
+    worker.say(Credit, capacity=1)  # repeating the number does not add to it
+    assert len(worker.leases()) == 1
+    worker.say(Credit, capacity=2)
+    assert len(worker.leases()) == 1
+    assert bench.owner.outbox == []
+
+
+@pytest.mark.parametrize("late", [{"number": 1}, {"session": 99}, {"ring_epoch": 1}])
+def test_a_credit_that_is_late_or_of_nobody_is_a_counted_no_op(late: dict) -> None:
+    bench = Bench()
+    worker = bench.worker(capacity=0)
+    bench.publish(0)
+    worker.say(Credit, capacity=1, **late)
+    assert worker.leases() == []
+    assert bench.owner.stale_calls["credit"] == 1
 
 
 def test_a_number_that_came_out_of_order_changes_no_capacity() -> None:

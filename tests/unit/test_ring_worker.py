@@ -6,6 +6,7 @@ from common.contracts.codec import MAX_MESSAGE_BYTES, encode
 from common.contracts.record import Record
 from common.contracts.ring_messages import (
     Bye,
+    Credit,
     Descriptor,
     Heartbeat,
     Hello,
@@ -167,6 +168,55 @@ def test_a_copy_of_an_ended_session_occupies_its_buffer() -> None:
     assert not protocol.take(descriptor(protocol, 2))
     protocol.finish(old, "torn")
     assert protocol.take(descriptor(protocol, 2))
+
+
+@pytest.mark.parametrize("num_held", [0, 1])
+def test_a_returned_buffer_is_told_at_once_where_the_owner_knows_of_no_free_one(
+    num_held: int,
+) -> None:
+    protocol = welcomed(capacity=1 + num_held)
+    leases = [descriptor(protocol, lease_id, lease_id) for lease_id in range(1 + num_held)]
+    for told in leases:
+        protocol.take(told)
+    protocol.finish(leases[0], None)
+    released = last(protocol)
+    assert isinstance(released, Release)
+    assert released.capacity == num_held
+    protocol.return_buffer()
+    credit = last(protocol)
+    assert isinstance(credit, Credit)
+    assert (credit.session, credit.capacity) == (protocol.session, 1 + num_held)
+    assert credit.number > released.number
+
+
+def test_a_returned_buffer_is_told_with_the_next_message_where_the_owner_knows_of_a_free_one() -> (
+    None
+):
+    protocol = welcomed(capacity=2)
+    told = descriptor(protocol, 1)
+    protocol.take(told)
+    protocol.finish(told, None)
+    protocol.outbox.clear()
+    protocol.return_buffer()
+    assert not protocol.outbox
+    protocol.beat()
+    beat = last(protocol)
+    assert isinstance(beat, Heartbeat)
+    assert beat.capacity == 2
+
+
+def test_a_buffer_that_is_returned_before_the_welcome_is_told_with_the_hello() -> None:
+    protocol = welcomed(capacity=1)
+    told = descriptor(protocol, 1)
+    protocol.take(told)
+    protocol.finish(told, None)
+    protocol.begin_session(num_acquired=0)
+    protocol.return_buffer()
+    assert not protocol.outbox
+    protocol.hello()
+    hello = last(protocol)
+    assert isinstance(hello, Hello)
+    assert hello.capacity == 1
 
 
 def test_a_buffer_that_nothing_filled_cannot_be_returned() -> None:
