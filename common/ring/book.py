@@ -35,7 +35,8 @@ class PublishedRow:
 class Lease:
     """One session's timed right to read a slot."""
 
-    lease_id: int
+    ref: LeaseRef
+    """As messages name it."""
     session: int
     granted_at: float
     expires_at: float
@@ -62,7 +63,7 @@ class Delivery:
         """The current lease as messages name it."""
         if self.lease is None:
             raise SlotStateError(f"slot {self.slot}, group {self.group!r} has no lease")
-        return LeaseRef(slot=self.slot, generation=self.generation, lease_id=self.lease.lease_id)
+        return self.lease.ref
 
 
 @dataclass
@@ -139,10 +140,11 @@ class SlotBook:
         """READY -lease-> LEASED."""
         self._move(delivery, "lease")
         del self._ready[delivery.group][delivery.slot]
-        lease = Lease(self._next_lease_id, session, now, expires_at, now)
+        lease_id = self._next_lease_id
         self._next_lease_id += 1
-        delivery.lease = lease
-        self._leased[lease.lease_id] = self._held[session][lease.lease_id] = delivery
+        ref = LeaseRef(slot=delivery.slot, generation=delivery.generation, lease_id=lease_id)
+        delivery.lease = Lease(ref, session, now, expires_at, now)
+        self._leased[lease_id] = self._held[session][lease_id] = delivery
         self._num_leased[delivery.group] += 1
 
     def release(self, delivery: Delivery) -> None:
@@ -199,6 +201,10 @@ class SlotBook:
                 delivery.lease.expires_at += seconds
                 delivery.lease.seen_at += seconds
 
+    def has_ready(self, group: str) -> bool:
+        """Whether a row of a group waits for a session."""
+        return bool(self._ready[group])
+
     def ready(self, group: str) -> list[Delivery]:
         """Return the READY deliveries of a group, the next to be leased first."""
         return list(self._ready[group].values())
@@ -246,7 +252,7 @@ class SlotBook:
         if lease is None:
             raise SlotStateError(f"slot {delivery.slot}, group {delivery.group!r} has no lease")
         delivery.lease = None
-        del self._leased[lease.lease_id], self._held[lease.session][lease.lease_id]
+        del self._leased[lease.ref.lease_id], self._held[lease.session][lease.ref.lease_id]
         if not self._held[lease.session]:
             del self._held[lease.session]
         self._num_leased[delivery.group] -= 1

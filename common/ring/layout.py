@@ -10,6 +10,7 @@ The header validates, it does not lock. Its generation is 0 while the slot is be
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -37,8 +38,7 @@ class Field:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     """What page 0 of a slot says of the row behind it."""
 
     ring_epoch: int

@@ -312,7 +312,7 @@ class OwnerProtocol:
         lease = delivery.lease
         entry = self.sessions.get(lease.session) if lease else None
         if lease is not None and entry is not None:
-            entry.owed.add(lease.lease_id)
+            entry.owed.add(lease.ref.lease_id)
         self._reclaim(delivery, "expired", counts=True)
 
     def _reclaim(self, delivery: Delivery, reason: str, *, counts: bool) -> None:
@@ -326,7 +326,7 @@ class OwnerProtocol:
     def _grant(self, now: float) -> None:
         """Lease READY rows to sessions with room, the least loaded first, in turns (R4, R5)."""
         for name in self._groups:
-            while True:
+            while self.book.has_ready(name):
                 pair = self._next_pair(name)
                 if pair is None:
                     break
@@ -336,10 +336,13 @@ class OwnerProtocol:
                 self._send(entry, describe(delivery, self.ring_epoch))
 
     def _next_pair(self, name: str) -> tuple[Delivery, Session] | None:
-        members = self.sessions.of_group(name)
-        load = {entry.session: self.book.num_leases(entry.session) for entry in members}
-        open_members = [e for e in members if not e.owed and e.capacity > load[e.session]]
-        open_members.sort(key=lambda entry: (load[entry.session], entry.last_lease_id))
+        load = self.book.num_leases
+        open_members = [
+            entry
+            for entry in self.sessions.of_group(name)
+            if not entry.owed and load(entry.session) < entry.capacity
+        ]
+        open_members.sort(key=lambda entry: (load(entry.session), entry.last_lease_id))
         for entry in open_members:
             has_others = len(open_members) > 1
             delivery = self.book.next_ready(name, entry.session, has_others=has_others)

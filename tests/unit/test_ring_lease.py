@@ -1,7 +1,5 @@
 """A copy is believed only if the header behind it is the descriptor's, all of it."""
 
-from dataclasses import replace
-
 import pytest
 
 from common.contracts.ring_messages import Descriptor, LeaseRef, NackReason
@@ -57,7 +55,7 @@ def test_a_copy_with_the_descriptor_s_header_is_intact() -> None:
     "field", ["ring_epoch", "slot", "generation", "sequence", "schema_fingerprint"]
 )
 def test_a_header_that_differs_in_any_identity_is_not(field: str) -> None:
-    lease = make_lease(replace(HEADER, **{field: getattr(HEADER, field) + 1}))
+    lease = make_lease(HEADER._replace(**{field: getattr(HEADER, field) + 1}))
     assert not lease.is_intact(tokens_of(lease))
     assert not lease.is_payload_intact()
 
