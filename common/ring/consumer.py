@@ -1,16 +1,17 @@
 """A worker's side of one ring: leases in, releases out, heartbeats that heal.
 
     caller's thread   acquire -> copy -> verify -> release      waits for: a descriptor (bounded)
-    ring thread       descriptors, pulses; heartbeats           waits for: the socket, a call, a beat
+    ring thread       sessions, heartbeats; else as below       waits for: the socket, a beat
     unblocked by      acquire: a descriptor, a drained stream, a failure, close
+
+Whoever holds the lock speaks at the socket: a caller sends its own messages, and hears what comes
+while it waits (`listening`); the ring thread does both at all other times.
 
 A lease covers one copy. After `release` its staging buffer stays busy until `return_buffer`; the
 capacity in every message counts the buffers that are free or under a lease (R4).
 """
 
 import logging
-import math
-import os
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from common.ring.backings import attach
 from common.ring.endpoint import Caller
 from common.ring.layout import SlotLayout
 from common.ring.lease import Lease
+from common.ring.listening import SocketCondition, Watch, has_message
 from common.ring.segment import Segment
 from common.ring.worker_protocol import WorkerProtocol
 
@@ -44,6 +46,8 @@ HELLO_SECONDS = 0.5
 # A Hello that cannot leave, since the owner is not there yet or the connection is being made.
 _UNSENT_HELLO_SECONDS = 0.05
 _BYE_LINGER_MILLISECONDS = 1000
+# Messages of one turn, so that the lock is let go of in between.
+_MESSAGES_A_TURN = 256
 # An owner may go between its welcome and the attach; a /dev/shm that is not shared stays so.
 _ATTACH_ATTEMPTS = 4
 _log = logging.getLogger(__name__)
@@ -67,13 +71,16 @@ class RingConsumer:
         capacity: int,
         consumed: SequenceSet | None = None,
         shard: Shard = ONE_RING,
-        changed: threading.Condition | None = None,
+        changed: SocketCondition | None = None,
         gpu: int | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.shard = shard
         self._gpu = gpu
-        self._lock = self._changed = changed or threading.Condition()
+        self._lock = self._changed = changed or SocketCondition()
+        self._watch = Watch(self._lock, self._turn)
+        self._socket: zmq.Socket[bytes] | None = None
+        """Of the session under way, used by whoever holds the lock."""
         self._protocol = WorkerProtocol(
             worker_id=worker_id, group=group, capacity=capacity, consumed=consumed, shard=shard
         )
@@ -88,7 +95,6 @@ class RingConsumer:
         self._next_hello = self._next_beat = 0.0
         self._stop = threading.Event()
         self._is_closed = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
             Welcome: self._on_welcome,
             Descriptor: self._on_descriptor,
@@ -140,13 +146,13 @@ class RingConsumer:
                 return
             lease.is_open = False
             self._protocol.finish(lease.descriptor, reason)
-            self._nudge()
+            self._turn()
 
     def return_buffer(self) -> None:
         """A staging buffer is free again: ask for the next row at once."""
         with self._lock:
             self._protocol.return_buffer()
-            self._nudge()
+            self._turn()
 
     def mark_consumed(self, sequences: set[int]) -> None:
         """These sequences are in an applied optimizer step (R8)."""
@@ -157,7 +163,8 @@ class RingConsumer:
         """Every consumed sequence is in a durable checkpoint (R8)."""
         with self._lock:
             self._protocol.mark_committed()
-            self._beat_soon()
+            self._next_beat = 0.0
+            self._turn()
 
     @property
     def consumed(self) -> SequenceSet:
@@ -186,15 +193,16 @@ class RingConsumer:
         with self._changed:
             if self._is_closed:
                 return
-            while self._waiting:
-                self._waiting.popleft().nack("stopping")
+            for lease in self._waiting:
+                lease.is_open = False
+                self._protocol.finish(lease.descriptor, "stopping")
+            self._waiting.clear()
             self._protocol.bye()
             self._stop.set()
-            self._nudge()
+            self._watch.nudge()
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
-        os.close(self._wake)
         self._detach()
 
     # -- messages --------------------------------------------------------------------------------
@@ -228,7 +236,8 @@ class RingConsumer:
         self._layout = layout
         protocol.welcome = welcome
         self.total_rows = welcome.total_rows
-        self._beat_soon()
+        self._next_beat = 0.0
+        self._watch.nudge()  # it sleeps until the next Hello
 
     def _on_descriptor(self, told: Descriptor) -> None:
         segment, layout = self._segment, self._layout
@@ -246,7 +255,9 @@ class RingConsumer:
         self._protocol.begin_session(num_acquired)
         self._waiting.clear()
         self._detach()
+        self._let_go_of_socket()
         self._next_hello = 0.0
+        self._watch.nudge()
 
     def _detach(self) -> None:
         if self._segment is not None:
@@ -257,52 +268,66 @@ class RingConsumer:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and self._failure is None:
                 self._serve_session()
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            _log.debug("ring thread failed", exc_info=True)
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _serve_session(self) -> None:
         """Speak for one session, with a socket and an identity of its own."""
         session = self._protocol.session
         caller = Caller(self.endpoint, f"{self._protocol.worker_id}/{session:016x}")
         linger = 0
+        with self._lock:
+            self._socket = caller.socket
+            self._watch.attach(caller.socket)
         try:
-            poller = zmq.Poller()
-            poller.register(caller.socket, zmq.POLLIN)
-            poller.register(self._wake, zmq.POLLIN)
-            while self._protocol.session == session:
-                is_last = self._stop.is_set()
-                self._send_due(caller.socket)
+            while self._socket is not None and self._failure is None:
+                with self._lock:
+                    is_last = self._stop.is_set()
+                    self._turn()
                 if is_last:
                     linger = _BYE_LINGER_MILLISECONDS
                     return
-                self._wait(poller)
-                self._receive(caller.socket, session)
+                self._watch.wait(self._next_beat if self._protocol.welcome else self._next_hello)
         finally:
+            with self._lock:
+                self._let_go_of_socket()
             caller.close(linger)
 
-    def _wait(self, poller: zmq.Poller) -> None:
-        due = self._next_beat if self._protocol.welcome else self._next_hello
-        events = dict(poller.poll(max(0, math.ceil((due - time.monotonic()) * 1000))))
-        if self._wake in events:
-            os.eventfd_read(self._wake)
+    def _turn(self) -> None:
+        """Hear what has come and say what is due; the caller holds the lock.
 
-    def _send_due(self, socket: "zmq.Socket[bytes]") -> None:
-        with self._lock:
-            protocol, now = self._protocol, time.monotonic()
-            if not self._stop.is_set():
-                self._say_due(now)
-            try:
-                while protocol.outbox:
-                    socket.send(encode(protocol.outbox[0]), zmq.DONTWAIT)
-                    protocol.outbox.popleft()
-            except zmq.Again:  # no owner, or it does not read: heartbeats repeat all that matters
-                protocol.outbox.clear()
-                self._next_hello = now + _UNSENT_HELLO_SECONDS
+        What goes wrong is raised where the worker calls next, whichever thread's turn this is.
+        """
+        try:
+            for _ in range(_MESSAGES_A_TURN):
+                socket = self._socket
+                if socket is None:
+                    return
+                if has_message(socket):
+                    self._receive(socket)
+                elif not self._send_due(socket):
+                    return
+            self._watch.nudge()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            self._fail(error)
+
+    def _send_due(self, socket: "zmq.Socket[bytes]") -> bool:
+        """Return whether something was sent: while it was, a message may have come."""
+        protocol, now = self._protocol, time.monotonic()
+        if not self._stop.is_set():
+            self._say_due(now)
+        if not protocol.outbox:
+            return False
+        try:
+            while protocol.outbox:
+                socket.send(encode(protocol.outbox[0]), zmq.DONTWAIT)
+                protocol.outbox.popleft()
+        except zmq.Again:  # no owner, or it does not read: heartbeats repeat all that matters
+            protocol.outbox.clear()
+            self._next_hello = now + _UNSENT_HELLO_SECONDS
+        return True
 
     def _say_due(self, now: float) -> None:
         protocol = self._protocol
@@ -317,28 +342,27 @@ class RingConsumer:
             protocol.beat()
             self._next_beat = now + protocol.welcome.heartbeat_seconds
 
-    def _receive(self, socket: "zmq.Socket[bytes]", session: int) -> None:
-        while self._protocol.session == session:
-            try:
-                raw = socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                record = WORKER_DECODER.decode(raw)
-                with self._changed:
-                    self._last_heard = time.monotonic()
-                    self._handlers[type(record)](record)
-                    self._changed.notify_all()
-            except MessageError as error:
-                _log.warning("message from the ring's owner dropped: %s", error)
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        raw = socket.recv(zmq.DONTWAIT)
+        try:
+            record = WORKER_DECODER.decode(raw)
+            self._last_heard = time.monotonic()
+            self._handlers[type(record)](record)
+            self._changed.notify_all()
+        except MessageError as error:
+            _log.warning("message from the ring's owner dropped: %s", error)
 
-    def _beat_soon(self) -> None:
-        self._next_beat = 0.0
-        self._nudge()
+    def _let_go_of_socket(self) -> None:
+        self._watch.detach()
+        self._socket = None
 
-    def _nudge(self) -> None:
-        if not self._is_closed:
-            os.eventfd_write(self._wake, 1)
+    def _fail(self, error: BaseException) -> None:
+        """Hand an error to the caller's thread, and stop."""
+        _log.debug("ring %s failed", self.endpoint, exc_info=error)
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+            self._watch.nudge()
 
     def _has_ended(self) -> bool:
         return self._failure is not None or self._is_closed

@@ -1,15 +1,17 @@
 """A ring's owner: memory, a ROUTER, and one thread that speaks for it.
 
     main thread   loan -> write -> publish          waits for: a free slot (bounded)
-    ring thread   messages and time -> transitions   waits for: the socket, a publish, a tick
-    unblocked by  loan: a release, a nack, a dead session, close;  ring thread: any of its three
+    ring thread   messages and time -> transitions   waits for: the socket, a tick
+    unblocked by  loan: a release, a nack, a dead session, close;  ring thread: either of its two
+
+Whoever holds the lock speaks at the socket: `publish` sends its descriptor itself, and `loan` hears
+what comes while it waits (`listening`); the ring thread does both at all other times.
 
 A slot is freed only when every group's delivery is terminal, since a reader may copy until then.
 """
 
 import hashlib
 import logging
-import math
 import os
 import secrets
 import threading
@@ -33,6 +35,7 @@ from common.ring.backings import BACKINGS, Backing
 from common.ring.book import PublishedRow
 from common.ring.endpoint import Listener
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
+from common.ring.listening import SocketCondition, Watch, has_message
 from common.ring.protocol import OwnerProtocol
 from common.ring.reports import ring_report
 from common.ring.segment import SEGMENT_PREFIX, HostSegment
@@ -44,6 +47,7 @@ TICK_SECONDS = 0.1
 _STALL_SECONDS = 1.0
 # Messages taken in one turn, so that a peer that never stops cannot keep the lock.
 _MESSAGES_A_TURN = 256
+_MORE_AT_ONCE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _log = logging.getLogger(__name__)
 
 
@@ -73,8 +77,6 @@ class RingOwner:
         self._shard = shard
         self._transport_reason = transport_reason
         self._checksum = table.checksum_payload
-        self._lock = threading.RLock()
-        self._slot_freed = threading.Condition(self._lock)
         self._refused: Counter[str] = Counter()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -108,7 +110,10 @@ class RingOwner:
             known != SequenceSet() for known in (settled or {}).values()
         )
         self._opens_at = time.monotonic() + (table.resume_wait_seconds if is_resumed else 0.0)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = self._slot_freed = SocketCondition()
+        self._watch = Watch(self._lock, self._exchange)
+        with self._lock:
+            self._watch.attach(self._listener.socket)
         self._thread = threading.Thread(target=self._run, name="ring-owner", daemon=True)
         self._thread.start()
 
@@ -155,7 +160,7 @@ class RingOwner:
             # SYNC POINT: payload, then header, then the announcement; the socket orders the rest.
             memory.publish_header(pack_header(header))
             self._protocol.publish(slot, row, time.monotonic())
-            self._nudge()
+            self._exchange()
 
     def abort_slot(self, slot: int) -> None:
         """WRITING -abort-> FREE."""
@@ -202,11 +207,10 @@ class RingOwner:
             if self._is_closed:
                 return
             self._stop.set()
-            self._nudge()
+            self._watch.nudge()
             self._is_closed = True
             self._slot_freed.notify_all()
         self._thread.join()
-        os.close(self._wake)
         self._segment.close()
         self._listener.unlink()
 
@@ -234,10 +238,6 @@ class RingOwner:
         if self._is_closed:
             raise StaleEpochError(f"ring_epoch {self.ring_epoch}: the ring is closed; stop writing")
 
-    def _nudge(self) -> None:
-        if not self._is_closed:
-            os.eventfd_write(self._wake, 1)
-
     def _run(self) -> None:
         try:
             self._serve()
@@ -247,51 +247,55 @@ class RingOwner:
                 self._failure = error
                 self._slot_freed.notify_all()
         finally:
+            with self._lock:
+                self._watch.detach()
             self._listener.close()
 
     def _serve(self) -> None:
-        socket = self._listener.socket
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
         next_tick = time.monotonic() + TICK_SECONDS
         while not self._stop.is_set():
-            events = dict(poller.poll(_milliseconds_until(next_tick)))
-            if self._wake in events:
-                os.eventfd_read(self._wake)
-            with self._slot_freed:
+            self._watch.wait(next_tick)
+            with self._lock:
                 now = time.monotonic()
                 if now - next_tick > _STALL_SECONDS:
                     _log.warning("the ring's owner was stopped for %.1f s", now - next_tick)
                     self._protocol.postpone(now - next_tick)
-                self._receive(socket)
                 if now >= next_tick:
                     self._protocol.tick(time.monotonic())
                     next_tick = time.monotonic() + TICK_SECONDS
-                self._send_all(socket)
-                self._slot_freed.notify_all()
+                self._exchange()
+
+    def _exchange(self) -> None:
+        """Send and receive until neither is left to do; the caller holds the lock."""
+        socket = self._listener.socket
+        for _ in range(_MESSAGES_A_TURN):
+            self._send_all(socket)
+            if not has_message(socket):
+                break
+            self._receive(socket)
+        else:
+            self._watch.nudge()
+        if self._protocol.book.has_free:
+            self._slot_freed.notify_all()
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in range(_MESSAGES_A_TURN):
-            try:
-                parts = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                if len(parts) != 2:
-                    raise MessageError("malformed", f"got {len(parts)} parts, expected 2")
-                record = OWNER_DECODER.decode(parts[1])
-            except MessageError as error:
-                self._refused[error.reason] += 1
-                _log.debug("message dropped: %s", error)
-                continue
-            self._protocol.receive(parts[0], record, time.monotonic())
+        parts = socket.recv_multipart(zmq.DONTWAIT)
+        try:
+            if len(parts) != 2:
+                raise MessageError("malformed", f"got {len(parts)} parts, expected 2")
+            record = OWNER_DECODER.decode(parts[1])
+        except MessageError as error:
+            self._refused[error.reason] += 1
+            _log.debug("message dropped: %s", error)
+            return
+        self._protocol.receive(parts[0], record, time.monotonic())
 
     def _send_all(self, socket: "zmq.Socket[bytes]") -> None:
         messages, self._protocol.outbox = self._protocol.outbox, []
         for identity, record in messages:
             try:
-                socket.send_multipart([identity, encode(record)], zmq.DONTWAIT)
+                socket.send(identity, _MORE_AT_ONCE)
+                socket.send(encode(record), zmq.DONTWAIT)
             except zmq.ZMQError as error:  # would block, or the peer is unreachable
                 self._refused["unsent"] += 1
                 _log.debug("message to %r not sent: %s", identity, error)
@@ -302,7 +306,3 @@ def segment_name(run: str, endpoint: Path, ring_epoch: int) -> str:
     """Return a segment name that no other run, target or ring_epoch has."""
     place = hashlib.sha256(str(endpoint.absolute()).encode()).hexdigest()[:8]
     return f"{SEGMENT_PREFIX}{run}-{os.getpid()}-{place}-{ring_epoch:016x}"
-
-
-def _milliseconds_until(moment: float) -> int:
-    return max(0, math.ceil((moment - time.monotonic()) * 1000))

@@ -16,7 +16,6 @@ others do without a second buffer and no longer copy ahead; and a share can be m
 only after a round trip with the owner that gives it up, who may be stopped. The price is memory.
 """
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from common.contracts.sequences import SequenceSet, merge_local_sets, shards_of
 from common.errors import LayoutMismatchError
 from common.ring.consumer import RingConsumer
 from common.ring.lease import Lease
+from common.ring.listening import SocketCondition
 
 
 class WorkerRings:
@@ -47,7 +47,7 @@ class WorkerRings:
         """Connect to each target, in the order of their indexes; `capacity` is of each ring."""
         self.num_buffers = capacity * len(endpoints)
         """Staging buffers that the worker must have."""
-        self._changed = threading.Condition()
+        self._changed = SocketCondition()
         self.rings = tuple(
             RingConsumer(
                 endpoint=endpoint,
