@@ -103,7 +103,7 @@ class FileLock:
     def try_acquire(self) -> bool:
         """Take the lock if nobody holds it; raise `ConfigError` where the file cannot be made."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(

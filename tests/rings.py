@@ -1,5 +1,6 @@
 """Small rings for tests: rows, readers that a test leads, an owner whose clock the test turns."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,6 +105,14 @@ def documents_of(sequence: int) -> tuple[DocumentSpan, ...]:
 def endpoint_in(directory: Path) -> Path:
     """Return a socket path short enough for the kernel."""
     return directory / "target-0.sock"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that nothing is bound to at this moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def segments_of(run: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from common.config.addresses import IPC, is_loopback, split_address
 from common.config.loading import Table
 from common.contracts.ring_messages import Seconds
 
@@ -78,6 +79,11 @@ class RingTable(Table):
     """Where slots live; auto chooses and says why in /status."""
     aux_dtype: Literal["bf16", "fp8"] = "bf16"
     """Element type of hidden states in rows; fp8 halves their bytes and costs some accuracy."""
+    address: str = IPC
+    """`ipc`: sockets in the run directory; `tcp://host:port`: ports of this machine from that one
+    on, one a target server. Beyond loopback only with `curve_directory`."""
+    curve_directory: Path | None = None
+    """Keys of the ring's TCP sockets (docs/ring-protocol.md, Sockets)."""
     num_slots: int = Field(default=8, ge=1, le=4096)
     """Depth of each ring."""
     capacity: int = Field(default=2, ge=1, le=64)
@@ -116,6 +122,24 @@ class RingTable(Table):
             raise ValueError(
                 f"low_watermark got {self.low_watermark}, expected less than high_watermark "
                 f"{self.high_watermark}: the target waits from the high one down to the low one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _address_is_safe(self) -> "RingTable":
+        if self.address == IPC:
+            if self.curve_directory is not None:
+                raise ValueError(
+                    f"curve_directory {str(self.curve_directory)!r} is for address = 'tcp://...', "
+                    f"got 'ipc': its sockets are their owner's alone without keys"
+                )
+            return self
+        host, _ = split_address(self.address)
+        if self.curve_directory is None and not is_loopback(host):
+            raise ValueError(
+                f"address {self.address!r} is not on loopback, where whoever reaches it could take "
+                f"leases: set curve_directory (docs/ring-protocol.md, Sockets), or address to 'ipc' "
+                f"or 'tcp://127.0.0.1:<port>'"
             )
         return self
 

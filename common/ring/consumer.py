@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -35,7 +34,7 @@ from common.contracts.rows import RowSchema
 from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import LayoutMismatchError, MessageError, SegmentError
 from common.ring.backings import attach
-from common.ring.endpoint import Caller
+from common.ring.endpoint import Caller, Endpoint
 from common.ring.layout import SlotLayout
 from common.ring.lease import Lease
 from common.ring.listening import SocketCondition, Watch, has_message
@@ -65,7 +64,7 @@ class RingConsumer:
     def __init__(
         self,
         *,
-        endpoint: Path,
+        endpoint: Endpoint,
         worker_id: str,
         group: str,
         capacity: int,
@@ -286,6 +285,7 @@ class RingConsumer:
                 with self._lock:
                     is_last = self._stop.is_set()
                     self._turn()
+                    caller.check()
                 if is_last:
                     linger = _BYE_LINGER_MILLISECONDS
                     return

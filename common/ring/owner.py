@@ -33,7 +33,7 @@ from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.errors import ConfigError, MessageError, StaleEpochError
 from common.ring.backings import BACKINGS, Backing
 from common.ring.book import PublishedRow
-from common.ring.endpoint import Listener
+from common.ring.endpoint import Endpoint, Listener
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
 from common.ring.listening import SocketCondition, Watch, has_message
 from common.ring.protocol import OwnerProtocol
@@ -60,7 +60,7 @@ class RingOwner:
     def __init__(
         self,
         *,
-        endpoint: Path,
+        endpoint: Endpoint,
         run: str,
         schema: RowSchema,
         table: RingTable,
@@ -262,6 +262,8 @@ class RingOwner:
                     self._protocol.postpone(now - next_tick)
                 if now >= next_tick:
                     self._protocol.tick(time.monotonic())
+                    if num_refused := self._listener.num_refused():
+                        self._refused["handshake"] += num_refused
                     next_tick = time.monotonic() + TICK_SECONDS
                 self._exchange()
 
@@ -302,7 +304,8 @@ class RingOwner:
                 self._protocol.undo(record)
 
 
-def segment_name(run: str, endpoint: Path, ring_epoch: int) -> str:
+def segment_name(run: str, endpoint: Endpoint, ring_epoch: int) -> str:
     """Return a segment name that no other run, target or ring_epoch has."""
-    place = hashlib.sha256(str(endpoint.absolute()).encode()).hexdigest()[:8]
+    path = endpoint if isinstance(endpoint, Path) else endpoint.path
+    place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
     return f"{SEGMENT_PREFIX}{run}-{os.getpid()}-{place}-{ring_epoch:016x}"

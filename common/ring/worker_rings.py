@@ -18,12 +18,12 @@ only after a round trip with the owner that gives it up, who may be stopped. The
 
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet, merge_local_sets, shards_of
 from common.errors import LayoutMismatchError
 from common.ring.consumer import RingConsumer
+from common.ring.endpoint import Endpoint
 from common.ring.lease import Lease
 from common.ring.listening import SocketCondition
 
@@ -36,7 +36,7 @@ class WorkerRings:
 
     def __init__(
         self,
-        endpoints: Sequence[Path],
+        endpoints: Sequence[Endpoint],
         *,
         worker_id: str,
         group: str,

@@ -128,7 +128,7 @@ class HttpServer:
 def build(config: ControlPlaneConfig, stop: threading.Event) -> ControlPlane:
     """Take lock, token, port and socket, and return the control plane."""
     run, directory = config.run.name, config.run.directory
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(directory / "control.lock", f"control plane of run {run!r}").acquire(
         remedy="stop that one, or choose another run.directory"
     )

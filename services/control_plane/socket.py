@@ -17,6 +17,7 @@ import zmq
 from common.contracts.codec import MAX_MESSAGE_BYTES, encode
 from common.contracts.control_messages import CONTROL_PLANE_DECODER, ServiceHeartbeat
 from common.errors import MessageError
+from common.sockets import bind_private
 from services.control_plane.registry import Registry
 
 _POLL_MILLISECONDS = 1000
@@ -32,7 +33,7 @@ class ControlSocket:
         self._closing = threading.Event()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()
-        self._router = _open_router(self._context, f"ipc://{path.absolute()}")
+        self._router = _open_router(self._context, path)
         self._thread = threading.Thread(target=self._run, name="control-socket", daemon=True)
 
     def start(self) -> None:
@@ -82,13 +83,13 @@ class ControlSocket:
             _send(self._router, peer, encode(reply))
 
 
-def _open_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _open_router(context: zmq.Context[zmq.Socket[bytes]], path: Path) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
     router.set(zmq.LINGER, 0)
     # Over the codec's limit, so that it can count what is too large; libzmq drops the peer of
     # a message that is larger still.
     router.set(zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES)
-    router.bind(address)
+    bind_private(router, path)
     return router
 
 

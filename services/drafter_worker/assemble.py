@@ -8,6 +8,7 @@ import torch
 
 from common.contracts.control_messages import Phase
 from common.contracts.rows import RowSchema
+from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
 from common.ring.worker_rings import WorkerRings
 from common.telemetry.metrics import MetricsLog
@@ -45,7 +46,7 @@ def open_worker(
     rings = stack.enter_context(
         contextlib.closing(
             WorkerRings(
-                [run.directory / f"target-{i}.sock" for i in range(config.target.replicas)],
+                [ring_endpoint(run, config.ring, i) for i in range(config.target.replicas)],
                 worker_id=instance,
                 group=training.group,
                 capacity=config.ring.capacity,

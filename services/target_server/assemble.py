@@ -14,6 +14,7 @@ from common.contracts.rows import AuxDtype, RowSchema
 from common.contracts.sequences import SequenceSet, Shard
 from common.errors import ConfigError
 from common.float8 import check_device
+from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import reclaim_dead_segments
@@ -99,7 +100,7 @@ def open_ring(
     transport = transport_that_fits(transport, config.ring, num_bytes)
     _log.info("transport %s", transport.reason)
     return RingOwner(
-        endpoint=run.directory / f"target-{shard.index}.sock",
+        endpoint=ring_endpoint(run, config.ring, shard.index),
         run=run.name,
         schema=schema,
         table=config.ring,
