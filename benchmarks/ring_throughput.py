@@ -32,9 +32,9 @@ import torch
 from common.config.shared import GroupTable, RingTable
 from common.contracts.rows import RowSchema
 from common.ring.backings import BACKINGS
-from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner, WritableSlot
+from common.ring.worker_rings import WorkerRings
 from common.tensors import StagingBuffers, slot_tensor
 from services.drafter_worker.feed import RowFeed
 from services.target_server.announcer import Announcer
@@ -154,9 +154,7 @@ class Writer:
 def consume(endpoint: Path, gpu: int | None, *, copies: bool) -> None:
     """Take every row until the stream is drained."""
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    consumer = RingConsumer(
-        endpoint=endpoint, worker_id="reader", group="main", capacity=CAPACITY, gpu=gpu
-    )
+    consumer = WorkerRings([endpoint], worker_id="reader", group="main", capacity=CAPACITY, gpu=gpu)
     schema = consumer.schema(60)
     if schema is None:
         sys.exit("no owner")
@@ -164,10 +162,10 @@ def consume(endpoint: Path, gpu: int | None, *, copies: bool) -> None:
     consumer.close()
 
 
-def stage(consumer: RingConsumer, layout: SlotLayout, device: torch.device) -> None:
+def stage(consumer: WorkerRings, layout: SlotLayout, device: torch.device) -> None:
     """Copy every row as a worker does."""
     buffers = [StagingBuffers(layout, device, torch.bfloat16) for _ in range(CAPACITY)]
-    feed = RowFeed(consumer, buffers, target_timeout_seconds=60.0, stream_is_over=lambda: False)
+    feed = RowFeed(consumer, buffers, check_targets=lambda: None)
     while not consumer.is_drained:
         row = feed.next_row(0.05)
         if row is not None:
@@ -180,14 +178,14 @@ def stage(consumer: RingConsumer, layout: SlotLayout, device: torch.device) -> N
         sys.exit(f"{feed.num_rejected} copies were rejected")
 
 
-def release_only(consumer: RingConsumer, _layout: SlotLayout, _device: torch.device) -> None:
+def release_only(consumer: WorkerRings, _layout: SlotLayout, _device: torch.device) -> None:
     """Give every row back at once, uncopied."""
     while not consumer.is_drained:
         lease = consumer.acquire(0.05)
         if lease is not None:
             lease.release()
             consumer.mark_consumed({lease.descriptor.sequence})
-            consumer.return_buffer()
+            consumer.return_buffer(lease.descriptor.sequence)
         elif consumer.is_settled:
             consumer.mark_committed()
 

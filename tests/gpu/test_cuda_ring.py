@@ -180,14 +180,14 @@ def test_a_slot_that_is_rewritten_under_a_copy_is_torn(tmp_path: Path, backing: 
 READER = """
 import sys, torch
 from pathlib import Path
-from common.ring.consumer import RingConsumer
 from common.ring.layout import SlotLayout
+from common.ring.worker_rings import WorkerRings
 from common.tensors import StagingBuffers
 from services.drafter_worker.feed import RowFeed
-consumer = RingConsumer(endpoint=Path(sys.argv[1]), worker_id=sys.argv[2], group="main", capacity=2, gpu=0)
+consumer = WorkerRings([Path(sys.argv[1])], worker_id=sys.argv[2], group="main", capacity=2, gpu=0)
 layout = SlotLayout(consumer.schema(60))
 buffers = [StagingBuffers(layout, torch.device("cuda", 0), torch.bfloat16) for _ in range(2)]
-feed = RowFeed(consumer, buffers, target_timeout_seconds=60, stream_is_over=lambda: False)
+feed = RowFeed(consumer, buffers, check_targets=lambda: None)
 rows = bad = 0
 while not consumer.is_drained:
     row = feed.next_row(0.05)
