@@ -246,8 +246,7 @@ class OwnerProtocol:
                 del self._poison_leases[release.lease]
                 self.book.accounts[entry.group]["poison_late"] += 1
         else:
-            self.book.release(delivery)
-            self.ledgers[entry.group].release(delivery.row.sequence, entry.session)
+            self._release(delivery, entry.session)
         self._grant(now)
 
     def _on_nack(self, identity: bytes, nack: Nack, now: float) -> None:
@@ -271,7 +270,10 @@ class OwnerProtocol:
         ledger = self.ledgers[entry.group]
         ledger.commit(entry.session, bye.committed)
         for delivery in self.book.leases(entry.session):
-            self._reclaim(delivery, "bye", counts=False)
+            if delivery.row.sequence in bye.committed:  # its release was lost on the way
+                self._release(delivery, entry.session)
+            else:
+                self._reclaim(delivery, "bye", counts=False)
         self.sessions.end(entry.session)
         ledger.lose(entry.session)
         self._grant(now)
@@ -307,6 +309,10 @@ class OwnerProtocol:
             self.sessions.leave(entry, now + self._table.resume_wait_seconds)
         else:
             ledger.lose(entry.session)
+
+    def _release(self, delivery: Delivery, session: int) -> None:
+        self.book.release(delivery)
+        self.ledgers[delivery.group].release(delivery.row.sequence, session)
 
     def _expire(self, delivery: Delivery) -> None:
         lease = delivery.lease

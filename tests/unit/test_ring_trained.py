@@ -1,5 +1,6 @@
 """Rule R8 at the owner: released is not consumed, and what a dead session had comes again."""
 
+from common.contracts.ring_messages import Descriptor
 from common.contracts.sequences import SequenceSet
 from tests.rings import Bench, Worker, make_groups, sequences
 
@@ -100,6 +101,20 @@ def test_a_goodbye_returns_what_is_not_committed_at_once() -> None:
     other.bye(committed=sequences(1))
     assert bench.owner.is_drained()
     assert bench.owner.ledgers["main"].num_committed == 2
+
+
+def test_a_goodbye_that_commits_a_leased_row_stands_for_its_lost_release() -> None:
+    """Else the row would be trained twice without a requeue."""
+    bench = Bench()
+    worker = bench.worker()
+    bench.publish(0, 1)
+    assert len(worker.leases()) == 2
+    worker.bye(committed=sequences(0))
+    other = bench.worker("other")
+    assert [told.sequence for told in other.told(Descriptor)] == [1]
+    assert bench.accounts()["released"] == 1
+    assert bench.recaptures() == []
+    assert bench.owner.ledgers["main"].num_committed == 1
 
 
 def test_a_row_captured_again_goes_only_to_the_group_that_lacks_it() -> None:
