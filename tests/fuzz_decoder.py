@@ -99,7 +99,7 @@ def any_bytes(chance: random.Random) -> bytes:
     if fate < 0.05:
         return chance.randbytes(chance.randrange(300))
     raw = encode(any_record(chance.choice(OWNER_HEARS + WORKER_HEARS), chance))
-    if fate < 0.051:
+    if fate < 0.053:
         return raw + bytes(MAX_MESSAGE_BYTES)
     return raw if fate < 0.15 else mutate(raw, chance)
 

@@ -13,6 +13,7 @@ from common.contracts.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from common.contracts.record import Record
 from common.contracts.ring_messages import (
     Bye,
+    Credit,
     Descriptor,
     Heartbeat,
     Hello,
@@ -24,10 +25,12 @@ from common.contracts.ring_messages import (
     SegmentRef,
     Welcome,
 )
-from common.contracts.sequences import SequenceSet
+from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from tests.rings import EPOCH, make_schema
 
-OWNER_HEARS: tuple[type[Record], ...] = (Hello, Heartbeat, Heartbeat, Release, Release, Nack, Bye)
+OWNER_HEARS: tuple[type[Record], ...] = (
+    Hello, Heartbeat, Heartbeat, Credit, Release, Release, Nack, Bye,
+)  # fmt: skip
 WORKER_HEARS: tuple[type[Record], ...] = (Welcome, Descriptor, Descriptor, Pulse, Refused)
 REASONS = {"oversized", "malformed", "wrong_version", "unknown_type"}
 _EDGES = (0, 1, 2, 127, 128, 255, 256, 65535, 1 << 31, 1 << 32, (1 << 63) - 1, (1 << 64) - 1)
@@ -51,6 +54,7 @@ def any_record(kind: type[Record], chance: random.Random, **known: Any) -> Recor
         "pid": chance.choice(_EDGES),
         "consumed": any_set(chance), "committed": any_set(chance), "staged": any_set(chance),
         "group": chance.choice(["main", "main", "other"]),
+        "shard": chance.choice([ONE_RING, ONE_RING, Shard(index=1, count=2)]),
         "worker_id": chance.choice(_NAMES[2:4]),
         "segment": any_segment(chance),
         "row_schema": make_schema(row_tokens=chance.choice([128, 256, (1 << 32) - 1])),
@@ -162,7 +166,8 @@ def refused_messages(kinds: tuple[type[Record], ...], chance: random.Random) -> 
     record = any_record(chance.choice(kinds), chance)
     body, name = record.model_dump(mode="python"), type(record).__name__
     others = {*OWNER_HEARS, *WORKER_HEARS} - set(kinds)
-    version = chance.choice([0, 2, -1, True, None, "1", 1.0, (), 1 << 63])
+    own = PROTOCOL_VERSION
+    version = chance.choice([0, own + 1, -1, True, None, str(own), float(own), (), 1 << 63])
     stranger = chance.choice([*(k.__name__ for k in others), "", name.lower(), None, 1, ()])
     field = chance.choice(list(body))
     return {
