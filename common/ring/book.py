@@ -108,11 +108,6 @@ class SlotBook:
         self._move_slot(slot, "loan")
         return slot
 
-    @property
-    def has_free(self) -> bool:
-        """Whether a loan would succeed."""
-        return bool(self._free)
-
     def abort(self, slot: int) -> None:
         """WRITING -abort-> FREE."""
         self._move_slot(slot, "abort")

@@ -277,7 +277,7 @@ class RingOwner:
             self._receive(socket)
         else:
             self._watch.nudge()
-        if self._protocol.book.has_free:
+        if not self._protocol.book.is_blocked():
             self._slot_freed.notify_all()
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
