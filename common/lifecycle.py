@@ -96,7 +96,7 @@ class FileLock:
         """Take the lock, or raise `ConfigError` naming its holder and the `remedy`."""
         if not self.try_acquire():
             raise ConfigError(
-                f"{str(self._path)!r} is locked by {_describe_holder(self._path)}; {remedy}"
+                f"{str(self._path)!r} is locked by {describe_holder(self._path)}; {remedy}"
             )
         return self
 
@@ -198,7 +198,8 @@ def _watch_signals(reader: int, stop: threading.Event) -> None:
                 os._exit(128 + number)
 
 
-def _describe_holder(path: Path) -> str:
+def describe_holder(path: Path) -> str:
+    """Say who holds, or held last, a `FileLock`."""
     holder = _read_holder(path)
     return f"{holder.get('holder', 'another process')} (pid {holder.get('pid', 'unknown')})"
 

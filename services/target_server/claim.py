@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.contracts.sequences import Shard
 from common.errors import ConfigError
-from common.lifecycle import FileLock, claim_lowest, lock_holder
+from common.lifecycle import FileLock, claim_lowest, describe_holder
 
 
 def claim_shard(run_directory: Path, replicas: int, holder: str) -> tuple[Shard, FileLock]:
@@ -16,11 +16,11 @@ def claim_shard(run_directory: Path, replicas: int, holder: str) -> tuple[Shard,
     paths = [run_directory / f"target-{index}.lock" for index in range(replicas)]
     claimed = claim_lowest(paths, holder)
     if claimed is None:
-        pids = ", ".join(str(lock_holder(path)) for path in paths)
+        holders = ", ".join(map(describe_holder, paths))
         raise ConfigError(
-            f"{str(run_directory)!r}: got one more target server than target.replicas = "
-            f"{replicas} (they have pid {pids}); raise target.replicas for every service, stop "
-            f"one, or choose another run.directory"
+            f"target.replicas got {replicas}, and each ring of {str(run_directory)!r} has its target "
+            f"server: {holders}; raise target.replicas in every service, stop one, or choose another "
+            f"run.directory"
         )
     index, lock = claimed
     return Shard(index=index, count=replicas), lock

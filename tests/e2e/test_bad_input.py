@@ -74,4 +74,4 @@ def test_a_sample_longer_than_a_row_is_skipped_and_counted(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "target-0.summary.json").read_text())
     assert summary["skipped_samples"] == {"too_long": 1, "not_json": 1}
-    assert summary["rows_lost"] == 0
+    assert summary["groups"]["main"]["rows_lost"] == 0

@@ -51,7 +51,7 @@ def test_one_target_server_too_many_is_an_error_that_names_setting_and_holders(
     assert first == Shard(index=0, count=2)
     with (
         lock,
-        pytest.raises(ConfigError, match=r"target.replicas = 2 .*raise target.replicas") as e,
+        pytest.raises(ConfigError, match=r"target.replicas got 2, .*raise target.replicas") as e,
     ):
         claim_shard(tmp_path, 2, "one too many")
     assert str(other.pid) in str(e.value)
