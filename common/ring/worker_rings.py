@@ -1,11 +1,11 @@
 """A worker's rings, one a target, as one source of rows.
 
     target-0.sock ==> RingConsumer --\
-    target-1.sock ==> RingConsumer ---+--> acquire, in turns     waits for: a descriptor of any ring
-    ...               (a thread each)                            unblocked by: any ring thread
+    target-1.sock ==> RingConsumer ---+--> acquire, in turns     waits for: every ring's socket
+    ...               (a thread each)                            unblocked by: a descriptor of any
 
-All consumers share one condition, so that a wait is for all of them at once. Rings with rows take
-turns; a ring without any, or without an owner, is passed over. Each ring is a ring of its own in
+All consumers share one condition, so that who waits listens at all sockets at once. Rings with rows
+take turns; a ring without any, or without an owner, is passed over. Each ring is a ring of its own in
 everything else: session, ring_epoch, capacity, end.
 
 *Buffers.* Each ring is told `capacity` staging buffers and the worker has that many for each, so a
