@@ -43,6 +43,11 @@ class Lease:
     seen_at: float
     """When its descriptor was last sent, or the session last listed it."""
 
+    def renew(self, now: float, seconds: float, longest: float) -> None:
+        """Let it go on for `seconds`, at most until it is `longest` seconds old (R5)."""
+        self.expires_at = min(now + seconds, self.granted_at + longest)
+        self.seen_at = now
+
 
 @dataclass
 class Delivery:

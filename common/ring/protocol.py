@@ -202,25 +202,24 @@ class OwnerProtocol:
         self._grant(now)
 
     def _heal(self, entry: Session, beat: Heartbeat, now: float) -> None:
-        """Renew listed leases (R5), send unlisted ones again (R3), drop debts that are omitted."""
-        held = set(beat.held)
-        entry.owed &= {ref.lease_id for ref in held}
-        for delivery in self.book.leases(entry.session):
+        """Renew listed leases (R5), send unlisted ones again (R3), note what the session owes."""
+        held, leases = set(beat.held), self.book.leases(entry.session)
+        # What it lists and does not have any more, whichever beat was read when the lease expired.
+        entry.owed = {ref.lease_id for ref in held.difference(d.ref for d in leases)}
+        self.stale_calls["held"] += len(entry.owed)
+        lease_times = self._table.lease_seconds, self._table.lease_max_seconds
+        for delivery in leases:
             lease = delivery.lease
             if lease is None:
                 continue
             if delivery.ref in held:
-                longest = lease.granted_at + self._table.lease_max_seconds
-                lease.expires_at = min(now + self._table.lease_seconds, longest)
-                lease.seen_at = now
+                lease.renew(now, *lease_times)
             elif now - lease.seen_at >= self._table.heartbeat_seconds:
-                # A lease that never reached its session is not the session's fault.
-                lease.granted_at, lease.expires_at = now, now + self._table.lease_seconds
+                if not entry.owed:  # one that never reached its session is not the session's fault
+                    lease.granted_at = now
+                    lease.renew(now, *lease_times)
                 lease.seen_at = now
                 self._send(entry, describe(delivery, self.ring_epoch))
-        self.stale_calls["held"] += sum(
-            self.book.current(ref, entry.session) is None for ref in beat.held
-        )
 
     def _on_credit(self, identity: bytes, credit: Credit, now: float) -> None:
         entry = self._session(identity, credit.ring_epoch, credit.session, "credit")

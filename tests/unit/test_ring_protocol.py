@@ -237,6 +237,25 @@ def test_a_session_that_let_a_lease_expire_waits_until_it_answers_or_omits_it(ho
     assert bench.owner.book.leases()[0].attempts == 1
 
 
+def test_a_hung_session_keeps_no_row_from_the_others_whatever_late_heartbeats_say() -> None:
+    """Found by docs/models/slots.pml: without either half of the rule row 1 is never given away."""
+    bench = Bench()
+    hung, other = bench.worker("hung", capacity=1), bench.worker("other", capacity=1)
+    bench.publish(0)
+    (lease,) = hung.leases()
+    bench.wait(LEASE)
+    hung.beat(capacity=1)  # it left before the descriptor came, and is read after the expiry
+    bench.publish(1)  # goes to the hung session, whose one buffer the first copy occupies
+    (again,) = other.leases()
+    other.release(again, capacity=0)
+    for _ in range(20):
+        bench.wait(0.1)
+        hung.beat(lease, capacity=1)
+        other.beat(capacity=1)
+    assert bench.accounts()["requeued"] == 2
+    assert {told.slot for told in other.leases()} == {1}
+
+
 def test_a_requeued_row_prefers_another_session_even_a_busier_one() -> None:
     bench = Bench()
     one, two = bench.worker("one"), bench.worker("two")
