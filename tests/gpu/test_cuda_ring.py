@@ -286,23 +286,21 @@ def test_a_worker_outlives_its_owner_and_reads_the_next_one_s_memory(
 
 
 def test_memory_comes_back_when_rings_end(tmp_path: Path) -> None:
-    with make_owner(tmp_path) as owner:  # what CUDA keeps for itself is there after the first
-        consumer = open_consumer(tmp_path)
-        assert consumer.schema(30)
-        consumer.close()
-        del consumer
+    use_rings(tmp_path, 10)  # CUDA keeps something for itself, once
     before = free_bytes()
-    for _ in range(20):
-        with make_owner(tmp_path) as owner:
-            consumer = open_consumer(tmp_path)
+    use_rings(tmp_path, 20)
+    wait_until(lambda: free_bytes() >= before, "the rings' memory is free again", 10)
+
+
+def use_rings(folder: Path, count: int) -> None:
+    """Open rings one after the other and read a row of each."""
+    for _ in range(count):
+        with make_owner(folder) as owner:
+            consumer = open_consumer(folder)
             assert consumer.schema(30)
             fill(owner, 0)
-            lease = acquire(consumer)
-            lease.release()
-            del lease
+            acquire(consumer).release()
             consumer.close()
-    del owner, consumer
-    wait_until(lambda: free_bytes() >= before, "the rings' memory is free again", 10)
 
 
 def test_a_host_ring_is_pinned_again_after_its_owner_s_restart(tmp_path: Path) -> None:
