@@ -5,7 +5,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 
@@ -20,6 +20,7 @@ from common.contracts.ring_messages import (
     LeaseRef,
     Nack,
     Pulse,
+    RefusalKind,
     Refused,
     Release,
     SegmentRef,
@@ -49,6 +50,7 @@ def any_record(kind: type[Record], chance: random.Random, **known: Any) -> Recor
         "session": chance.choice([1, 2, 3, *_EDGES]),
         "number": chance.choice([chance.randrange(1000), *_EDGES]),
         "capacity": chance.choice([0, 1, 2, 3, (1 << 64) - 1]),
+        "shard": chance.choice([ONE_RING, ONE_RING, ONE_RING, Shard(index=1, count=2)]),
         "lease": any_lease(chance),
         "held": tuple(any_lease(chance) for _ in range(chance.randrange(4))),
         "pid": chance.choice(_EDGES),
@@ -64,9 +66,9 @@ def any_record(kind: type[Record], chance: random.Random, **known: Any) -> Recor
         "sequence": chance.choice(_EDGES), "split": chance.choice(["train", "held_out"]),
         "attempt": chance.choice(_EDGES), "used_tokens": chance.choice([0, 128, 129, 1 << 40]),
         "num_bytes": chance.choice(_EDGES), "token_hash": chance.choice(_EDGES),
-        "settled_below": chance.choice(_EDGES), "last_sequence": chance.choice([None, *_EDGES]),
+        "settled_below": chance.choice(_EDGES), "last_sequence": chance.choice([None, -1, *_EDGES]),
         "is_settled": chance.random() < 0.5, "is_drained": chance.random() < 0.5,
-        "kind": chance.choice(["unknown_session", "unknown_group", "ended_session", "replaced"]),
+        "kind": chance.choice(get_args(RefusalKind)),
         "reason": chance.choice(["torn", "corrupt", "stopping"]),
         **known,
     }  # fmt: skip
@@ -167,7 +169,7 @@ def refused_messages(kinds: tuple[type[Record], ...], chance: random.Random) -> 
     body, name = record.model_dump(mode="python"), type(record).__name__
     others = {*OWNER_HEARS, *WORKER_HEARS} - set(kinds)
     own = PROTOCOL_VERSION
-    version = chance.choice([0, own + 1, -1, True, None, str(own), float(own), (), 1 << 63])
+    version = chance.choice([0, own - 1, own + 1, -1, True, None, str(own), float(own), (), 1 << 63])
     stranger = chance.choice([*(k.__name__ for k in others), "", name.lower(), None, 1, ()])
     field = chance.choice(list(body))
     return {
