@@ -9,7 +9,7 @@ READY := .venv/.ready
 MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup check fix test hammer test-gpu demo bench up down clean
+.PHONY: setup check fix test model-check hammer test-gpu demo bench up down clean
 
 setup: $(READY) $(MODEL)/config.json
 
@@ -38,6 +38,10 @@ fix: $(READY)
 
 test: setup check
 	$(BIN)/pytest tests
+
+# The ring protocol's models, with spin and a C compiler (Debian: apt-get install spin gcc).
+model-check:
+	$(PYTHON) docs/models/check.py
 
 # The long forms of the ring's fault tests: all kill schedules, 20,000 rows, noisy sockets; a fuzzer.
 hammer: setup

@@ -50,7 +50,6 @@ def any_record(kind: type[Record], chance: random.Random, **known: Any) -> Recor
         "session": chance.choice([1, 2, 3, *_EDGES]),
         "number": chance.choice([chance.randrange(1000), *_EDGES]),
         "capacity": chance.choice([0, 1, 2, 3, (1 << 64) - 1]),
-        "shard": chance.choice([ONE_RING, ONE_RING, ONE_RING, Shard(index=1, count=2)]),
         "lease": any_lease(chance),
         "held": tuple(any_lease(chance) for _ in range(chance.randrange(4))),
         "pid": chance.choice(_EDGES),
@@ -169,7 +168,9 @@ def refused_messages(kinds: tuple[type[Record], ...], chance: random.Random) -> 
     body, name = record.model_dump(mode="python"), type(record).__name__
     others = {*OWNER_HEARS, *WORKER_HEARS} - set(kinds)
     own = PROTOCOL_VERSION
-    version = chance.choice([0, own - 1, own + 1, -1, True, None, str(own), float(own), (), 1 << 63])
+    version = chance.choice(
+        [0, own - 1, own + 1, -1, True, None, str(own), float(own), (), 1 << 63]
+    )
     stranger = chance.choice([*(k.__name__ for k in others), "", name.lower(), None, 1, ()])
     field = chance.choice(list(body))
     return {

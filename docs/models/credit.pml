@@ -1,7 +1,7 @@
 /* Credit: does the owner's idea of a worker's free buffers stay true, whatever the channels do?
  *
  * Mirrors   protocol.py (numbers, capacity, debts, grant, heal), worker_protocol.py (take, finish,
- *           return_buffer, begin_session). One group.
+ *           return_buffer, begin_session); Credit. One group.
  * Bound     one worker, since credit is a matter of one session, with two staging buffers; three rows,
  *           all in the ring; channels of three messages (what finds one full is lost for free), and
  *           the budgets below.
@@ -44,7 +44,7 @@
 #define COUNT(set) ((((set) >> 1) & 1) + (((set) >> 2) & 1) + (((set) >> 3) & 1) + \
     (((set) >> 4) & 1) + (((set) >> 5) & 1) + (((set) >> 6) & 1) + (((set) >> 7) & 1))
 
-mtype = { HELLO, BEAT, RELEASE, NACK, WELCOME, DESC, REFUSED };
+mtype = { HELLO, BEAT, CREDIT, RELEASE, NACK, WELCOME, DESC, REFUSED };
 
 /* session, number, capacity, lease or set of leases; session, lease */
 chan to_owner = [CAP] of { mtype, byte, byte, byte, byte };
@@ -55,8 +55,8 @@ byte ready = ROWS, released, last_lease, record, owed;
 byte live, ended, capacity, number;
 
 /* The worker's memory. `copied` is the part of `held` that is being copied; buffers are busy from the
- * release to the step, and num_void while a copy under an ended session's lease goes on. */
-byte session = 1, last_number, held, copied, answered, accepted, busy, num_void;
+ * release to the step, and void while a copy under an ended session's lease goes on. */
+byte session = 1, last_number, last_capacity, held, copied, answered, accepted, busy, num_void;
 bool is_welcome;
 
 byte losses = LOSS, dups = DUP, reorders = REORDER, early = EARLY, suspects = SUSPECT;
@@ -76,16 +76,8 @@ hidden byte something_happens_in_time = 1;
 /* Scratch, set before use in each step. */
 hidden mtype kind;
 hidden byte m_session, m_number, m_capacity, m_lease, k;
-hidden byte returned; /* INCREMENTAL: buffers that a message gives back */
 
 #define FREE_CAPACITY (BUFFERS - busy - num_void)
-#if defined(INCREMENTAL)
-#define TOLD_CAPACITY returned
-#elif defined(BUSY_IS_CAPACITY)
-#define TOLD_CAPACITY BUFFERS
-#else
-#define TOLD_CAPACITY FREE_CAPACITY
-#endif
 
 inline tell_worker(type, a, b) {
   if
@@ -93,10 +85,17 @@ inline tell_worker(type, a, b) {
   :: full(to_worker)
   fi }
 
-inline tell_owner(type, lease) {
+inline say(type, lease) {
   last_number++;
+#if defined(BUSY_IS_CAPACITY)
+  last_capacity = BUFFERS;
+#elif defined(INCREMENTAL)
+  last_capacity = (type == CREDIT);
+#else
+  last_capacity = FREE_CAPACITY;
+#endif
   if
-  :: nfull(to_owner) -> to_owner!type, session, last_number, TOLD_CAPACITY, lease
+  :: nfull(to_owner) -> to_owner!type, session, last_number, last_capacity, lease
   :: full(to_owner)
   fi }
 
@@ -163,12 +162,16 @@ inline heal() {
 
 inline on_heartbeat() {
   if
-#ifdef NO_NUMBERS
-  :: true -> note_capacity(); heal()
-#else
-  :: m_number > number -> note_capacity(); heal()
+#ifndef NO_NUMBERS
   :: m_number <= number
+  :: m_number > number ->
+#else
+  :: true ->
 #endif
+#ifndef HEARTBEAT_WITHOUT_CAPACITY
+     note_capacity();
+#endif
+     heal()
   fi }
 
 inline on_answer() {
@@ -187,7 +190,8 @@ inline receive() {
   :: kind == HELLO -> on_hello()
   :: kind != HELLO && live != m_session -> tell_worker(REFUSED, m_session, 0)
   :: kind == BEAT && live == m_session -> on_heartbeat()
-  :: kind != HELLO && kind != BEAT && live == m_session -> on_answer()
+  :: kind == CREDIT && live == m_session -> note_capacity()
+  :: (kind == RELEASE || kind == NACK) && live == m_session -> on_answer()
   fi;
   if :: empty(to_owner) -> number = 0; last_number = 0 :: nempty(to_owner) fi;
   grant() }
@@ -211,12 +215,6 @@ end:
   od }
 
 /* ---- the worker ---- */
-
-inline say(type, lease) {
-#ifdef INCREMENTAL
-  returned = 0;
-#endif
-  tell_owner(type, lease) }
 
 inline begin_session() {
   session++; is_welcome = 0; last_number = 0; num_void = num_void + COUNT(copied);
@@ -259,11 +257,16 @@ inline finish(n, type) {
   if :: type == RELEASE -> busy++; accepted = accepted | BIT(n) :: else fi;
   say(type, n); idle = 0 }
 
-inline return_buffer() {
+/* Told at once where the last capacity told leaves no buffer to fill. */
 #ifdef INCREMENTAL
-  returned = 1;
+#define IS_SHORT true
+#else
+#define IS_SHORT (last_capacity <= COUNT(held))
 #endif
-  tell_owner(BEAT, held); idle = 0 }
+
+inline return_buffer() {
+  busy--; idle = 0;
+  if :: is_welcome && IS_SHORT -> say(CREDIT, 0) :: else fi }
 
 proctype Worker() {
 end:
@@ -275,7 +278,7 @@ end:
   :: d_step { bads > 0 && copied -> bads--; k = OLDEST(copied); finish(k, NACK) }
 #endif
   :: d_step { num_void > 0 -> num_void--; busy++; idle = 0 }
-  :: d_step { busy > 0 -> busy--; if :: is_welcome -> return_buffer() :: else fi }
+  :: d_step { busy > 0 -> return_buffer() }
 #if EXTRA
   :: d_step { extras > 0 && is_welcome -> extras--; say(BEAT, held) }
 #endif
