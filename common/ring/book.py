@@ -7,6 +7,7 @@ session at a time. Accounts hold per group: published = released + poison + skip
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.contracts.ring_messages import Descriptor, LeaseRef
 from common.contracts.rows import Split
@@ -20,8 +21,7 @@ from common.ring.states import (
 )
 
 
-@dataclass(frozen=True)
-class PublishedRow:
+class PublishedRow(NamedTuple):
     """What a descriptor says of a published row."""
 
     sequence: int

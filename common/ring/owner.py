@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -140,7 +139,7 @@ class RingOwner:
     ) -> None:
         """WRITING -publish-> PUBLISHED: write the header and announce the row."""
         layout = self.layout
-        row = replace(row, sequence=self._shard.to_local(row.sequence))
+        row = row._replace(sequence=self._shard.to_local(row.sequence))
         payload_hash = xxhash.xxh3_64_intdigest(memory.view[PAGE_BYTES:]) if self._checksum else 0
         with self._lock:
             self._check_open()
