@@ -1,6 +1,7 @@
 """How fast does a ring move rows, against a plain copy of the same size?
 
-    python -m benchmarks.ring_throughput [--backing host|cuda_ipc] [--slot-mib 128] [--rows 64] [--json]
+    python -m benchmarks.ring_throughput [--backing host|cuda_ipc] [--slot-mib 128] [--rows 128]
+        [--rounds 3] [--json]
 
 An owner process fills slots as the target server does (copies on a stream of their own, publish when
 they are done), a worker process stages them as the drafter worker does (`RowFeed`). Three passes:
@@ -9,26 +10,31 @@ at once; the headline is `both`. The limits are plain copies of the same size in
 
     host, GPU   pinned copies to the host and to the GPU; for `both`, the two at once
     cuda_ipc    a copy inside the GPU's memory; both at once share its bandwidth, so half of it each
-    host, CPU   one core's memcpy
+    host, CPU   one core's memcpy between as much memory as the ring and its two ends take; for
+                `both`, two processes' memcpy at once
 
-Rates are wall-clock and include every message. With cuda_ipc a copy of 128 MiB takes 65 us, less than
-the messages of a row; `copy_ratio` is the same copies timed on the GPU alone.
+Limits are measured before and after every pass and `--rounds` repeats all of it; each figure is a
+median, since a shared machine's memory is faster at one minute than at the next. Rates are wall-clock
+and include every message. With cuda_ipc a copy of 128 MiB takes 65 us, less than the messages of a
+row; the figures that begin with `copy` are the same copies on the GPU's clock, without messages.
 """
 
 import argparse
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.ring_limits import CAPACITY, NUM_SLOTS, gpu_copy_rates, limits
 from common.config.shared import GroupTable, RingTable
 from common.contracts.rows import RowSchema
 from common.ring.backings import BACKINGS
@@ -41,7 +47,7 @@ from services.target_server.announcer import Announcer
 
 HIDDEN_SIZE, NUM_AUX_LAYERS = 4096, 5
 ROW_BYTES_A_TOKEN = HIDDEN_SIZE * NUM_AUX_LAYERS * 2
-NUM_SLOTS, CAPACITY, WARM_UP = 8, 4, 8
+WARM_UP = 8
 MODES = ("write", "read", "both")
 
 
@@ -80,46 +86,6 @@ def make_schema(slot_mib: int) -> RowSchema:
         template_fingerprint="benchmark",
         feature_engine="benchmark",
     )
-
-
-def copy_rate(destination: torch.Tensor, source: torch.Tensor, repeats: int = 24) -> float:
-    """Return bytes a second of a plain copy."""
-    destination.copy_(source)
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        destination.copy_(source, non_blocking=True)
-    synchronize()
-    return repeats * source.nbytes / (time.perf_counter() - start)
-
-
-def limits(backing: str, num_bytes: int, device: torch.device) -> dict[str, float]:
-    """Return each pass's limit in bytes a second, measured now."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        rate = copy_rate(torch.empty_like(source), source)
-        return dict.fromkeys(MODES, rate)
-    if backing == "cuda_ipc":
-        rate = copy_rate(torch.empty_like(source), source)
-        return {"write": rate, "read": rate, "both": rate / 2}
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    write, read = copy_rate(host, source), copy_rate(source, host)
-    return {"write": write, "read": read, "both": duplex_rate(host, source)}
-
-
-def duplex_rate(host: torch.Tensor, device: torch.Tensor, repeats: int = 48) -> float:
-    """Return bytes a second in each direction of plain copies both ways at once."""
-    other_host, other_device = torch.empty_like(host, pin_memory=True), torch.empty_like(device)
-    out, back = torch.cuda.Stream(), torch.cuda.Stream()
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        with torch.cuda.stream(out):
-            host.copy_(device, non_blocking=True)
-        with torch.cuda.stream(back):
-            other_device.copy_(other_host, non_blocking=True)
-    synchronize()
-    return repeats * host.nbytes / (time.perf_counter() - start)
 
 
 class Writer:
@@ -190,9 +156,10 @@ def release_only(consumer: WorkerRings, _layout: SlotLayout, _device: torch.devi
             consumer.mark_committed()
 
 
-def run_pass(mode: str, backing: str, schema: RowSchema, num_rows: int, device: torch.device,
-             extra: Callable[[RingOwner], dict[str, float]]) -> dict[str, float]:  # fmt: skip
-    """Return the pass's rate in bytes a second, and what `extra` measures on the ring first."""
+def run_pass(
+    mode: str, backing: str, schema: RowSchema, num_rows: int, device: torch.device
+) -> float:
+    """Return the pass's rate in bytes a second."""
     gpu = device.index if device.type == "cuda" else None
     source = torch.randn(schema.row_tokens, HIDDEN_SIZE * NUM_AUX_LAYERS, device=device)
     source = source.to(torch.bfloat16)
@@ -201,7 +168,6 @@ def run_pass(mode: str, backing: str, schema: RowSchema, num_rows: int, device: 
         table=RingTable(num_slots=NUM_SLOTS, capacity=CAPACITY), groups={"main": GroupTable()},
         backing=BACKINGS[backing], gpu=gpu,
     ) as owner:  # fmt: skip
-        figures = extra(owner)
         writer = Writer(owner, source, fills=mode != "read")
         reader = start_reader(Path(directory) / "target-0.sock", gpu, copies=mode != "write")
         with Announcer() as announcer:
@@ -213,25 +179,7 @@ def run_pass(mode: str, backing: str, schema: RowSchema, num_rows: int, device: 
             seconds = time.perf_counter() - start
         owner.end(WARM_UP + num_rows - 1)
         reader.wait(60)
-    return {"rate": num_rows * source.nbytes / seconds, **figures}
-
-
-def time_copies_on_gpu(owner: RingOwner) -> dict[str, float]:
-    """Return bytes a second of copies into a slot's memory, by the GPU's own clock."""
-    slot = owner.loan(10)
-    if slot is None or slot.memory.gpu is None:
-        return {}
-    with slot:
-        features = slot_tensor(owner.layout, "aux_hidden_states", slot.memory)
-        source = torch.zeros_like(features)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        features.copy_(source)
-        begin.record()
-        for _ in range(20):
-            features.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        return {"copy_rate": 20 * source.nbytes / (begin.elapsed_time(end) / 1e3)}
+    return num_rows * source.nbytes / seconds
 
 
 def start_reader(endpoint: Path, gpu: int | None, *, copies: bool) -> subprocess.Popen[bytes]:
@@ -250,35 +198,38 @@ def wait_for_releases(owner: RingOwner, reader: subprocess.Popen[bytes], num_row
             raise SystemExit("the reader ended early")
 
 
-def measure(backing: str, slot_mib: int, num_rows: int, device: torch.device) -> dict[str, Any]:
-    """Return rates, limits and ratios of one run."""
+def measure(backing: str, slot_mib: int, num_rows: int, rounds: int,
+            device: torch.device) -> dict[str, Any]:  # fmt: skip
+    """Return medians over `rounds` of rates, limits and ratios."""
     schema = make_schema(slot_mib)
     num_bytes = schema.row_tokens * ROW_BYTES_A_TOKEN
-    most = limits(backing, num_bytes, device)
-    extra = time_copies_on_gpu if backing == "cuda_ipc" else lambda _owner: {}
-    passes = {mode: run_pass(mode, backing, schema, num_rows, device, extra) for mode in MODES}
-    result: dict[str, Any] = {
+    samples: dict[str, list[float]] = defaultdict(list)
+    before = limits(backing, num_bytes, device)
+    for _ in range(rounds):
+        for mode in MODES:
+            rate = run_pass(mode, backing, schema, num_rows, device)
+            after = limits(backing, num_bytes, device)
+            add_samples(samples, mode, rate, (before[mode] + after[mode]) / 2)
+            before = after
+        if backing == "cuda_ipc":
+            for mode, rate in gpu_copy_rates(num_bytes, device.index).items():
+                add_samples(samples, f"copy_{mode}", rate, before[mode])
+    return {
         "backing": backing,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "gbytes_per_second": round(passes["both"]["rate"] / 1e9, 3),
-        "limit_gbytes_per_second": round(most["both"] / 1e9, 3),
-        "ratio": round(passes["both"]["rate"] / most["both"], 3),
+        **{name: round(statistics.median(values), 3) for name, values in samples.items()},
+        "ratios": [round(ratio, 3) for ratio in samples["ratio"]],
         "slot_mib": round(num_bytes / (1 << 20), 1),
         "rows": num_rows,
     }
-    for mode in ("write", "read"):
-        result[f"{mode}_gbytes_per_second"] = round(passes[mode]["rate"] / 1e9, 3)
-        result[f"{mode}_limit_gbytes_per_second"] = round(most[mode] / 1e9, 3)
-        result[f"{mode}_ratio"] = round(passes[mode]["rate"] / most[mode], 3)
-    if backing == "cuda_ipc":
-        result["copy_ratio"] = round(passes["write"]["copy_rate"] / most["write"], 3)
-    return result
 
 
-def synchronize() -> None:
-    """Wait for the GPU where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def add_samples(samples: dict[str, list[float]], name: str, rate: float, limit: float) -> None:
+    """Add one pass to the samples; the pass `both` has the names without a prefix."""
+    prefix = "" if name == "both" else f"{name}_"
+    samples[f"{prefix}gbytes_per_second"].append(rate / 1e9)
+    samples[f"{prefix}limit_gbytes_per_second"].append(limit / 1e9)
+    samples[f"{prefix}ratio"].append(rate / limit)
 
 
 def main() -> None:
@@ -286,7 +237,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backing", choices=("host", "cuda_ipc"), default="host")
     parser.add_argument("--slot-mib", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--consume", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
@@ -299,7 +251,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if options.backing == "cuda_ipc" and device.type == "cpu":
         parser.error("--backing cuda_ipc needs a GPU")
-    result = measure(options.backing, options.slot_mib, options.rows, device)
+    result = measure(options.backing, options.slot_mib, options.rows, options.rounds, device)
     print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
 
 
