@@ -24,6 +24,7 @@ from statistics import quantiles
 
 import zmq
 
+from benchmarks.script import positive, tidy_shared_memory
 from benchmarks.tiny_ring import pause, read_moment, tell_moment, tiny_ring
 from common.ring.owner import RingOwner
 
@@ -125,7 +126,7 @@ def measure(num_rows: int, pause_seconds: float) -> dict[str, float]:
 def main() -> None:
     """Run the benchmark, or the process that its round trips go to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--rows", type=positive, default=4000)
     parser.add_argument("--pause-us", type=float, default=300.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--echo", help=argparse.SUPPRESS)
@@ -133,6 +134,7 @@ def main() -> None:
     if options.echo:
         serve_echo(options.echo)
         return
+    tidy_shared_memory()
     result = measure(options.rows, options.pause_us / 1e6)
     print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
 

@@ -13,6 +13,7 @@ import json
 import time
 
 from benchmarks.announce_latency import DESCRIPTOR_BYTES, echo, round_trip
+from benchmarks.script import positive, tidy_shared_memory
 from benchmarks.tiny_ring import pause, publish_row, tiny_ring
 from common.ring.owner import RingOwner
 
@@ -67,9 +68,10 @@ def wait_for_releases(owner: RingOwner, num_rows: int) -> None:
 def main() -> None:
     """Run the benchmark: one line a case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rows", type=positive, default=20_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    tidy_shared_memory()
     cases = [measure(*case, options.rows) for case in CASES]
     result = {
         "owner_us_a_row": max(case["owner_us_a_row"] for case in cases),

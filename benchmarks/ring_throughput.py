@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.ring_limits import CAPACITY, NUM_SLOTS, gpu_copy_rates, limits
+from benchmarks.script import positive, tidy_shared_memory
 from common.config.shared import GroupTable, RingTable
 from common.contracts.rows import RowSchema
 from common.ring.backings import BACKINGS
@@ -170,15 +171,17 @@ def run_pass(
     ) as owner:  # fmt: skip
         writer = Writer(owner, source, fills=mode != "read")
         reader = start_reader(Path(directory) / "target-0.sock", gpu, copies=mode != "write")
-        with Announcer() as announcer:
+        with contextlib.ExitStack() as stack:
+            stack.callback(reader.kill)
+            announcer = stack.enter_context(Announcer())
             writer.publish(announcer, 0, WARM_UP)  # pages are faulted in, the reader has started
             wait_for_releases(owner, reader, WARM_UP)
             start = time.perf_counter()
             writer.publish(announcer, WARM_UP, WARM_UP + num_rows)
             wait_for_releases(owner, reader, WARM_UP + num_rows)
             seconds = time.perf_counter() - start
-        owner.end(WARM_UP + num_rows - 1)
-        reader.wait(60)
+            owner.end(WARM_UP + num_rows - 1)
+            reader.wait(60)
     return num_rows * source.nbytes / seconds
 
 
@@ -236,9 +239,9 @@ def main() -> None:
     """Run the benchmark, or its reader."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backing", choices=("host", "cuda_ipc"), default="host")
-    parser.add_argument("--slot-mib", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slot-mib", type=positive, default=128)
+    parser.add_argument("--rows", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--consume", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
@@ -248,6 +251,7 @@ def main() -> None:
     if options.consume:
         consume(options.consume, options.gpu, copies=options.copies)
         return
+    tidy_shared_memory()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if options.backing == "cuda_ipc" and device.type == "cpu":
         parser.error("--backing cuda_ipc needs a GPU")

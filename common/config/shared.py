@@ -177,4 +177,6 @@ class ControlPlaneTable(Table):
     """Interval of the services' heartbeats to the control plane."""
 
 
-Groups = dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], GroupTable]
+Groups = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], GroupTable], Field(min_length=1)
+]

@@ -114,6 +114,8 @@ class Registry:
             if refusal is not None:
                 self._refused[refusal] += 1
                 return None
+            # Each time, since a process that was killed is silent only after its successor came.
+            self._forget_predecessors(beat)
             self._note(beat, instance or self._register(beat))
             return ServiceReply(
                 session=beat.session, number=beat.number,
@@ -171,11 +173,13 @@ class Registry:
                 uptime_seconds=now - self._started_at,
             )
 
-    def _register(self, beat: ServiceHeartbeat) -> Instance:
+    def _forget_predecessors(self, beat: ServiceHeartbeat) -> None:
         for session, other in list(self._instances.items()):
-            is_same = _name(other.heartbeat) == _name(beat)
+            is_same = _name(other.heartbeat) == _name(beat) and session != beat.session
             if is_same and self._condition(other) in ("silent", "ended", "failed"):
                 del self._instances[session]
+
+    def _register(self, beat: ServiceHeartbeat) -> Instance:
         now = self._clock()
         instance = Instance(heartbeat=beat, seen_at=now, progressed_at=now)
         self._instances[beat.session] = instance

@@ -42,7 +42,9 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
     targets = _sorted(snapshot, "target_server")
     workers = _sorted(snapshot, "drafter_worker")
     evaluators = _sorted(snapshot, "evaluator")
-    rings = tuple(_ring(view, ring) for view in targets if (ring := _ring_of(view)) is not None)
+    # Of two target servers under one name the later holds the ring; the other may be dead.
+    owners = {view.heartbeat.instance: view for view in targets if _ring_of(view) is not None}
+    rings = tuple(_ring(view, ring) for view in owners.values() if (ring := _ring_of(view)))
     evaluations = tuple(sorted(map(_evaluation, snapshot.evaluations), key=_evaluation_order))
     reason = _why_not_ready(targets, workers)
     return Status(
@@ -72,7 +74,8 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
 
 def _sorted(snapshot: Snapshot, service: str) -> list[InstanceView]:
     views = [view for view in snapshot.instances if view.heartbeat.service == service]
-    return sorted(views, key=lambda view: (view.heartbeat.instance, view.heartbeat.session))
+    # A stable sort: sessions of one name stay in the order in which they came.
+    return sorted(views, key=lambda view: view.heartbeat.instance)
 
 
 def _is_live(view: InstanceView) -> bool:

@@ -44,6 +44,8 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
         "rows_published": min(_rows(targets, "rows_published"), default=None),
         "rows_trained": min(_rows(targets, "rows_trained"), default=None),
         "rows_lost": max(_rows(targets, "rows_lost"), default=None),
+        "rows_poison": max(_rows(targets, "rows_poison"), default=None),
+        "rows_skipped": max(_rows(targets, "rows_skipped"), default=None),
         "rows_open": max(_rows(targets, "rows_open"), default=None),
         "drafters": drafters,
     }

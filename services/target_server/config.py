@@ -1,5 +1,7 @@
 """The target server's config."""
 
+from pydantic import model_validator
+
 from common.config.loading import Table
 from common.config.shared import (
     ControlPlaneTable,
@@ -21,3 +23,12 @@ class TargetServerConfig(Table):
     ring: RingTable = RingTable()
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()
+
+    @model_validator(mode="after")
+    def _can_have_its_transport(self) -> "TargetServerConfig":
+        if self.ring.transport == "cuda_ipc" and self.run.device != "cuda":
+            raise ValueError(
+                f"ring.transport = 'cuda_ipc': run.device is {self.run.device!r}, expected 'cuda'; "
+                f"set it, or ring.transport to 'host' or 'auto'"
+            )
+        return self

@@ -15,6 +15,7 @@ from common.config.shared import ControlPlaneTable, GroupTable, RingTable, RunTa
 from common.errors import ConfigError
 from services.control_plane.config import ControlPlaneConfig
 from services.launcher.config import LauncherConfig, LauncherTable
+from services.target_server.config import TargetServerConfig
 
 
 class TinyRun(Table):
@@ -146,6 +147,23 @@ def test_a_ring_takes_no_time_that_a_message_cannot_say(key: str, value: float) 
 def test_every_key_says_what_it_means(model: type[Table]) -> None:
     silent = [name for name, field in model.model_fields.items() if not field.description]
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"groups": {}}, "groups"),
+        ({"ring": {"transport": "cuda_ipc"}}, "run.device is 'cpu', expected 'cuda'"),
+    ],
+)
+def test_what_no_run_can_have_is_refused_before_anything_starts(
+    tmp_path: Path, tables: dict, named: str
+) -> None:
+    data = write(tmp_path, "", "data.jsonl")
+    known = {"target": {"model": "m"}, "data": {"path": data}}
+    TargetServerConfig.model_validate(known)
+    with pytest.raises(ValidationError, match=named):
+        TargetServerConfig.model_validate(known | tables)
 
 
 def test_dry_run_prints_the_resolved_config_and_runs_nothing(capsys, tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ def write_target(directory: Path, index: int, **published: int) -> None:
             "rows_trained": rows - 1,
             "rows_lost": index,
             "rows_open": 1,
+            "rows_poison": 2 * index,
+            "rows_skipped": 3 * index,
         }
         for group, rows in published.items()
     }
@@ -142,6 +144,7 @@ def test_rows_are_summed_over_targets_and_the_group_that_is_behind_counts(tmp_pa
     line = summarize(config_of(tmp_path, replicas=2), Outcome("finished"), 1.0)
     assert (line["rows_published"], line["rows_trained"]) == (17, 15)
     assert (line["rows_lost"], line["rows_open"]) == (1, 2)
+    assert (line["rows_poison"], line["rows_skipped"]) == (2, 3)
 
 
 def test_rows_are_null_where_a_target_has_left_no_account(tmp_path: Path) -> None:
@@ -155,7 +158,8 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     make_checkpoint(tmp_path, "main", 0, 50, 2.5)
     make_checkpoint(tmp_path, "main", 1, 0, 1.01)
     make_checkpoint(tmp_path, "main", 1, 40, 2.25)
-    rows = {"rows_published": 64, "rows_trained": 63, "rows_lost": 1, "rows_open": 0}
+    rows = {"rows_published": 64, "rows_trained": 60, "rows_lost": 1, "rows_open": 0,
+            "rows_poison": 2, "rows_skipped": 1}  # fmt: skip
     (tmp_path / "target-0.summary.json").write_text(json.dumps({"groups": {"main": rows}}))
     (tmp_path / "workers").mkdir()
     for number, seconds in enumerate((2.0, 4.0)):

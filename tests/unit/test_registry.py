@@ -166,6 +166,23 @@ def test_a_session_takes_the_place_of_a_silent_one_of_its_name(
     assert only(registry).heartbeat.session == 2
 
 
+def test_a_ring_is_its_newest_owner_s_and_a_killed_one_is_forgotten_when_it_is_silent(
+    registry: Registry, clock: Clock
+) -> None:
+    old, new = (target_report(ring=ring_report(ring_epoch=epoch)) for epoch in (1, 2))
+    registry.take_heartbeat(beat("target_server", session=9, report=old))
+    registry.take_heartbeat(beat("target_server", session=5, report=new))
+    status = status_of(registry)
+    assert [ring.ring_epoch for ring in status.rings] == [f"{2:016x}"]
+    samples = [
+        line.split(" ")[0] for line in render(status).decode().splitlines() if line[0] != "#"
+    ]
+    assert len(samples) == len(set(samples))
+    clock.now += 10
+    registry.take_heartbeat(beat("target_server", session=5, number=2, report=new))
+    assert only(registry).heartbeat.session == 5
+
+
 def test_two_live_processes_under_one_name_are_both_seen(registry: Registry) -> None:
     registry.take_heartbeat(beat("drafter_worker", session=1))
     registry.take_heartbeat(beat("drafter_worker", session=2))
