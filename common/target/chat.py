@@ -1,48 +1,75 @@
 """Turns conversations into token ids and loss masks by the target's own chat template.
 
-A conversation is rendered whole, once; its ids are those of that render. The loss mask is 1 on
-what the assistant wrote (its text, its reasoning or tool calls where the render shows them, and
-the token that ends its turn) and 0 on what the template put in: headers, an empty think block,
-the newline behind the end of a turn. Texts become ids here and nowhere else, without special
-tokens added a second time.
+A conversation is rendered whole; its ids are those of that render. The loss mask is 1 on what
+the assistant wrote (its text, its reasoning or tool calls where the render shows them, and the
+token that ends its turn) and 0 on what the template put in: headers, an empty think block, the
+newline behind the end of a turn. Texts become ids here and nowhere else, without special tokens
+added a second time.
+
+Templates of reasoning models drop the reasoning of earlier turns, so that a whole render is not
+what the target had before it when it wrote those. With `MaskOptions.one_row_a_turn` each turn
+becomes a sample of its own: the prompt as the target was given it, and that turn.
 """
 
 import json
-from bisect import bisect_left
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-import jinja2
 import xxhash
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.errors import RowRejectedError
-from common.target.written_spans import Message, Span, written_spans
+from common.target.messages import (
+    Message,
+    check_assistant_turns,
+    checked_messages,
+    checked_tools,
+)
+from common.target.template import DEFAULT_TODAY, ChatTemplate, chat_template
+from common.target.written_spans import Turn, written_turns
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_LOSS_MASK_RULE = "assistant-text-and-end-of-turn/1"
-# What a template may raise on a row that it does not take.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError,
-)  # fmt: skip
+_LOSS_MASK_RULE = "assistant-writing-and-end-of-turn/2"
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Which of the assistant's turns are supervised."""
+
+    train_only_last_turn: bool = False
+    """Supervise the last turn of a conversation alone."""
+    one_row_a_turn: bool = False
+    """Make a sample of each turn, in which it alone is supervised."""
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """Ids of a whole conversation and, for each, whether the assistant wrote it."""
+    """Ids of a conversation and, for each, whether the assistant wrote it."""
 
     token_ids: list[int]
     loss_mask: list[int]
+    notes: tuple[str, ...] = ()
+    """What is odd about a sample that is used: system_dropped, tools_dropped, repeated_role."""
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens with mask 1."""
+        return sum(self.loss_mask)
 
 
 def render_prompt(
-    tokenizer: Tokenizer, messages: list[Message], kwargs: dict[str, Any]
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    kwargs: dict[str, Any],
+    *,
+    tools: list[Any] | None = None,
 ) -> list[int]:
     """Return the ids up to the point where the assistant begins to write."""
-    check_messages(messages)
-    text = _render(tokenizer, kwargs, messages, add_generation_prompt=True)
-    return _encode(tokenizer, text)[0]
+    template = chat_template(tokenizer, kwargs)
+    messages = checked_messages(messages)
+    text = template.render(messages, checked_tools(tools), add_generation_prompt=True)
+    return _encode(template, text).ids
 
 
 def render_conversation(
@@ -50,97 +77,177 @@ def render_conversation(
     messages: list[Message],
     kwargs: dict[str, Any],
     *,
+    tools: list[Any] | None = None,
+    options: MaskOptions = MaskOptions(),
     last_turn_was_cut: bool = False,
 ) -> RenderedConversation:
-    """Return ids and loss mask, or raise `RowRejectedError` with the reason to count.
+    """Return ids and loss mask of the whole, or raise `RowRejectedError` with the reason to count.
 
     Where the last answer was cut at a length limit, the assistant did not write its end of turn.
     """
-    check_messages(messages)
-    _check_assistant_turns(messages)
-    text = _render(tokenizer, kwargs, messages)
-    spans = written_spans(partial(_render, tokenizer, kwargs), messages, text)
-    token_ids, offsets = _encode(tokenizer, text)
-    mask = _mask_of(spans, offsets)
-    special = tokenizer.added_tokens_decoder
-    for _, stop in spans[:-1] if last_turn_was_cut else spans:
-        end = _end_of_turn(text, offsets, stop)
-        if end is not None and token_ids[end] in special:
-            mask[end] = 1
-    if not any(mask):
-        raise RowRejectedError("no_loss_tokens", "no token lies wholly in an assistant's text")
-    return RenderedConversation(token_ids, mask)
+    template = chat_template(tokenizer, kwargs)
+    messages, tools = checked_messages(messages), checked_tools(tools)
+    check_assistant_turns(messages)
+    text = template.render(messages, tools)
+    turns = written_turns(template, messages, tools, text)
+    whole = turns[:-1] if last_turn_was_cut else turns
+    if options.train_only_last_turn:
+        turns, whole = turns[-1:], whole[len(turns) - 1 :]
+    return _masked(template, text, turns, whole, _notes(messages, tools, text))
 
 
-def template_fingerprint(tokenizer: Tokenizer, kwargs: dict[str, Any]) -> str:
-    """Return 16 hex digits for tokenizer, chat template, its arguments and the mask rule."""
+def render_samples(
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    kwargs: dict[str, Any],
+    *,
+    tools: list[Any] | None = None,
+    options: MaskOptions = MaskOptions(),
+    last_turn_was_cut: bool = False,
+) -> list[RenderedConversation]:
+    """Return the samples of a conversation by `options`: one, or one a turn; raise as above."""
+    if not options.one_row_a_turn:
+        return [
+            render_conversation(
+                tokenizer, messages, kwargs,
+                tools=tools, options=options, last_turn_was_cut=last_turn_was_cut,
+            )
+        ]  # fmt: skip
+    template = chat_template(tokenizer, kwargs)
+    messages, tools = checked_messages(messages), checked_tools(tools)
+    check_assistant_turns(messages)
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return [
+        _render_turn(
+            template, messages[: i + 1], tools, was_cut=last_turn_was_cut and i == indices[-1]
+        )
+        for i in indices
+    ]
+
+
+def template_fingerprint(
+    tokenizer: Tokenizer,
+    kwargs: dict[str, Any],
+    *,
+    options: MaskOptions = MaskOptions(),
+    max_tokens: int = 0,
+) -> str:
+    """Return "<tokenizer, template and arguments>-<mask rule, its options, longest sample>", in hex."""
+    rule = [_LOSS_MASK_RULE, asdict(options), max_tokens]
+    return f"{_template_part(tokenizer, kwargs)}-{_hash(rule)}"
+
+
+def has_template(fingerprint: str, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> bool:
+    """Say whether a template fingerprint is of this tokenizer, template and arguments."""
+    return fingerprint.partition("-")[0] == _template_part(tokenizer, kwargs)
+
+
+def _template_part(tokenizer: Tokenizer, kwargs: dict[str, Any]) -> str:
     vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("padding", "truncation"):  # left by the last call, no part of the identity
         vocabulary.pop(state, None)
-    parts = [_LOSS_MASK_RULE, tokenizer.chat_template, kwargs, vocabulary]
-    return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())
+    specials = tokenizer.special_tokens_map
+    return _hash(
+        [tokenizer.chat_template, {"today": DEFAULT_TODAY, **kwargs}, specials, vocabulary]
+    )
 
 
-def check_messages(messages: Any) -> None:
-    """Refuse what is not a list of messages with known roles and text."""
-    if not isinstance(messages, list) or not messages:
-        raise RowRejectedError("no_messages", "expected a list of at least one message")
-    for message in messages:
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise RowRejectedError("bad_role", f"got {role!r}, expected one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            kind = type(message.get("content")).__name__
-            raise RowRejectedError("bad_content", f"a {role} message has {kind}, expected text")
+def _hash(parts: list[Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
-def _check_assistant_turns(messages: list[Message]) -> None:
-    turns = [message for message in messages if message["role"] == "assistant"]
-    if not turns:
-        raise RowRejectedError("no_assistant_turn", "nothing in it was written by the assistant")
-    if any(not turn.get("tool_calls") and not turn["content"].strip() for turn in turns):
-        raise RowRejectedError("empty_assistant_turn", "an assistant message has no text")
+def _render_turn(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, *, was_cut: bool
+) -> RenderedConversation:
+    """Render the last message behind the prompt that the target had when it wrote it."""
+    prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
+    text = template.render(messages, tools)
+    turn = written_turns(template, messages, tools, text)[-1]
+    notes = _notes(messages, tools, prompt)
+    if not text.startswith(prompt):
+        # The template moves or drops something of the prompt once it is answered.
+        text = prompt + text[turn.prompt_end :]
+        shift = len(prompt) - turn.prompt_end
+        turn = Turn(len(prompt), turn.start + shift, turn.stop + shift)
+    return _masked(template, text, [turn], [] if was_cut else [turn], notes)
 
 
-def _render(
-    tokenizer: Tokenizer,
-    kwargs: dict[str, Any],
-    messages: list[Message],
-    add_generation_prompt: bool = False,
-) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-    except _TEMPLATE_ERRORS as error:
-        raise RowRejectedError("template_rejected", str(error)) from error
-    return str(text)
+def _masked(
+    template: ChatTemplate, text: str, turns: list[Turn], whole: list[Turn], notes: tuple[str, ...]
+) -> RenderedConversation:
+    """Encode; supervise what was written in `turns`, and the ends of turns of those in `whole`."""
+    encoding = _encode(template, text)
+    token_ids = encoding.ids
+    mask = [0] * len(token_ids)
+    for turn in turns:
+        tokens = _tokens_between(encoding, turn.start, turn.stop, text)
+        mask[tokens.start : tokens.stop] = [1] * len(tokens)
+    for turn in whole:
+        end = _end_of_turn(encoding, turn.stop, text)
+        if end is not None and token_ids[end] in template.added_token_ids:
+            mask[end] = 1
+    if not any(mask):
+        raise RowRejectedError("no_loss_tokens", "no token lies wholly in an assistant's text")
+    return RenderedConversation(token_ids, mask, notes)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[Span]]:
-    """Return ids and character offsets; the render has all special tokens already."""
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    token_ids = encoding["input_ids"]
-    bos = tokenizer.bos_token_id
-    if bos is not None and token_ids[:2] == [bos, bos]:
+def _encode(template: ChatTemplate, text: str) -> Encoding:
+    """Return the tokens of a render, which has all special tokens already."""
+    encoding = template.encoder.encode(text, add_special_tokens=False)
+    bos = template.bos_token_id
+    if bos is not None and encoding.ids[:2] == [bos, bos]:
         raise RowRejectedError("double_bos", f"the render begins with token {bos} twice")
-    return token_ids, encoding["offset_mapping"]
+    return encoding
 
 
-def _mask_of(spans: list[Span], offsets: list[Span]) -> list[int]:
-    """Mark tokens that lie wholly in a span; one that reaches over its border is the template's."""
-    mask = [0] * len(offsets)
-    begins = [begin for begin, _ in offsets]
-    for start, stop in spans:
-        for token in range(bisect_left(begins, start), bisect_left(begins, stop)):
-            mask[token] = int(offsets[token][1] <= stop)
-    return mask
+def _tokens_between(encoding: Encoding, start: int, stop: int, text: str) -> range:
+    """Return the tokens wholly in a span; one that reaches over its border is the template's."""
+    first = _token_at(encoding, start, text)
+    end = _token_at(encoding, stop, text)
+    if first < len(encoding) and _begin_of(encoding, first) < start:
+        first += 1
+    return range(first, max(first, end))
 
 
-def _end_of_turn(text: str, offsets: list[Span], stop: int) -> int | None:
+def _token_at(encoding: Encoding, position: int, text: str) -> int:
+    """Return the first token that holds the character, or one behind it where none does."""
+    while position < len(text):
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return int(token)
+        position += 1
+    return len(encoding)
+
+
+def _begin_of(encoding: Encoding, token: int) -> int:
+    characters = encoding.token_to_chars(token)
+    return 0 if characters is None else int(characters[0])
+
+
+def _end_of_turn(encoding: Encoding, stop: int, text: str) -> int | None:
     """Return the token behind an answer, past the blank that some templates put before it."""
-    for token in range(bisect_left(offsets, (stop, stop)), len(offsets)):
-        begin, end = offsets[token]
-        if text[begin:end].strip(" "):
-            return token
-    return None
+    while text.startswith(" ", stop):
+        stop += 1
+    token = encoding.char_to_token(stop) if stop < len(text) else None
+    if token is None or _begin_of(encoding, token) < stop:
+        return None
+    return int(token)
+
+
+def _notes(messages: list[Message], tools: list[Any] | None, text: str) -> tuple[str, ...]:
+    """Return what a reader should know of a sample that its template does not refuse."""
+    notes = []
+    systems = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
+    if not all(content in text for content in systems):
+        notes.append("system_dropped")
+    if not all(_name_of(tool) in text for tool in tools or ()):
+        notes.append("tools_dropped")
+    roles = [message["role"] for message in messages if message["role"] != "tool"]
+    if any(a == b == "user" for a, b in pairwise(roles)):
+        notes.append("repeated_role")
+    return tuple(notes)
+
+
+def _name_of(tool: dict[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name", "")) if isinstance(function, dict) else ""

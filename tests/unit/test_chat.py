@@ -34,7 +34,7 @@ TRIMMING = (
 TOOLS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{{ message['content'] or '' }}"
-    "{% for call in message.get('tool_calls') or [] %}{{ '<call>' + call['name'] }}{% endfor %}"
+    "{% for call in message.get('tool_calls') or [] %}{{ '<call>' + call.function.name }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
