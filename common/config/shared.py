@@ -65,7 +65,8 @@ class TargetTable(Table):
     num_aux_layers: int = Field(default=5, ge=1)
     """How many layers to keep where `target_layer_ids` is empty."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking."""
+    """Arguments of the chat template, such as enable_thinking; today = "2025-01-31" is the day that
+    templates show which ask for it, 2025-01-01 where it is not given: rows must not change overnight."""
     mask_token_id: int = -1
     """Token id of the drafter's mask slots; -1: the first row behind the tokenizer's last id."""
     replicas: int = Field(default=1, ge=1, le=64)

@@ -24,6 +24,7 @@ from common.drafters.dflash.objective import DFlashObjective
 from common.errors import CheckpointError, ConfigError
 from common.float8 import check_device
 from common.ring.worker_rings import WorkerRings
+from common.target.chat import has_template
 from common.target.loading import (
     TargetDescription,
     describe_target,
@@ -33,7 +34,7 @@ from common.target.loading import (
 )
 from common.target.weights import load_decoder_layers, load_embedding_and_head
 from common.tensors import RowBuffers
-from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
+from services.drafter_worker.checkpoint import CheckpointStore, read_run, read_trainer
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.meter import Progress
 from services.drafter_worker.optim import MasterAdamW
@@ -54,6 +55,8 @@ class Trainee:
     progress: Progress
     consumed: SequenceSet
     target: TargetDescription
+    template_fingerprint: str | None
+    """How the rows of its checkpoint were rendered and masked; None without a checkpoint."""
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -86,13 +89,15 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     optimizer = MasterAdamW(drafter.parameters(), masters, config.optimizer)
     progress, consumed = Progress(), SequenceSet()
+    template = None
     if newest is not None:
         with _named_way_out():
             tensors, state = read_trainer(newest)
+            template = read_run(newest).get("template_fingerprint")
         optimizer.load_state(tensors)
         consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
         progress = Progress(**state)
-    return Trainee(spec, drafter, optimizer, progress, consumed, target)
+    return Trainee(spec, drafter, optimizer, progress, consumed, target, template)
 
 
 def wait_for_schema(
@@ -131,6 +136,7 @@ def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> N
                 f"rows of the target server: {name} got {got!r}, expected {value!r}; give target "
                 f"server and worker the same [target]"
             )
+    _check_template(schema.template_fingerprint, config, trainee)
 
 
 def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> Stepper:
@@ -197,6 +203,23 @@ def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDesc
             for p in prefixes
         ]
         init_from_target(drafter, layers, tensors["norm.weight"])
+
+
+def _check_template(got: str, config: WorkerConfig, trainee: Trainee) -> None:
+    """Refuse rows that are rendered unlike this worker's config, or masked unlike its checkpoint."""
+    kwargs = config.target.chat_template_kwargs
+    if not has_template(got, load_tokenizer(config.target), kwargs):
+        raise ConfigError(
+            f"rows of the target server: template_fingerprint got {got!r}, expected another for the "
+            f"worker's tokenizer, chat template and chat_template_kwargs={kwargs!r}; give target "
+            f"server and worker the same [target]"
+        )
+    if trainee.template_fingerprint not in (None, got):
+        raise ConfigError(
+            f"rows of the target server: template_fingerprint got {got!r}, expected "
+            f"{trainee.template_fingerprint!r} of the checkpoint: data.row_tokens or the mask options "
+            f"differ; give the old ones, or choose another run.directory"
+        )
 
 
 @contextlib.contextmanager

@@ -100,6 +100,19 @@ def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, state
 
 
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """Return run.json: where a checkpoint is from."""
+    try:
+        content = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r}: run.json cannot be read: {error}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint {str(checkpoint)!r}: run.json is not an object")
+    return content
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

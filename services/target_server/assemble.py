@@ -4,10 +4,13 @@ import contextlib
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.config.shared import RunTable
 from common.contracts.rows import AuxDtype, RowSchema
@@ -31,7 +34,7 @@ from services.target_server.announcer import Announcer
 from services.target_server.capture import Capture
 from services.target_server.checks import check_target
 from services.target_server.config import TargetServerConfig
-from services.target_server.conversations import Conversations
+from services.target_server.conversations import Conversations, mask_options
 from services.target_server.packing import RowStream
 from services.target_server.recipes import RecipeBook
 from services.target_server.server import TargetServer
@@ -70,7 +73,8 @@ def open_server(
     checks = check_target(model, tap, first, is_float8=is_float8)
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
-    schema = make_schema(config, description, layer_ids, template_fingerprint(tokenizer, kwargs))
+    template = resumable_template(config, tokenizer)
+    schema = make_schema(config, description, layer_ids, template)
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
     return TargetServer(
         target=str(config.target.model),
@@ -134,23 +138,67 @@ def make_schema(
     )
 
 
+def resumable_template(config: TargetServerConfig, tokenizer: Tokenizer) -> str:
+    """Return the template fingerprint of the rows; every checkpoint must have been made with it."""
+    template = template_fingerprint(
+        tokenizer,
+        config.target.chat_template_kwargs,
+        options=mask_options(config.data),
+        max_tokens=config.data.row_tokens,
+    )
+    for name in config.groups:
+        check_same_template(config.run, name, template)
+    return template
+
+
+def check_same_template(run: RunTable, group: str, template: str) -> None:
+    """Refuse to go on with rows that are rendered or masked unlike those of the checkpoints."""
+    for checkpoint in _newest_checkpoints(run, group):
+        made_with = _read_json(checkpoint, "run.json").get("template_fingerprint")
+        if made_with != template:
+            raise ConfigError(
+                f"checkpoint {str(checkpoint)!r}: template_fingerprint got {made_with!r}, expected "
+                f"{template!r}: tokenizer, chat template, its arguments, data.row_tokens or the mask "
+                f"options are not those that it was trained with; give the old ones, or choose "
+                f"another run.directory"
+            )
+
+
 def committed_rows(run: RunTable, group: str) -> SequenceSet:
     """Return what the newest checkpoints of a group's workers hold: those rows are not made again."""
     total = SequenceSet()
-    for worker in sorted((run.directory / "checkpoints" / group).glob("*")):
-        steps = sorted(worker.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-        if steps:
-            total = total.union(_consumed_by(steps[-1]))
+    for checkpoint in _newest_checkpoints(run, group):
+        total = total.union(_consumed_by(checkpoint))
     return total
 
 
+def _newest_checkpoints(run: RunTable, group: str) -> Iterator[Path]:
+    for worker in sorted((run.directory / "checkpoints" / group).glob("*")):
+        steps = sorted(worker.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+        if steps:
+            yield steps[-1]
+
+
 def _consumed_by(checkpoint: Path) -> SequenceSet:
-    path = checkpoint / "trainer" / "state.json"
+    state = _read_json(checkpoint, "trainer/state.json")
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
         return SequenceSet.model_validate_json(json.dumps(state["consumed"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"checkpoint {str(checkpoint)!r}: {path.name} cannot be read: {error}; remove that "
-            f"directory to go on from the one before it, or choose another run.directory"
-        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(checkpoint, "trainer/state.json", error) from error
+
+
+def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(checkpoint, name, error) from error
+    if not isinstance(content, dict):
+        raise _unreadable(checkpoint, name, TypeError(f"it is a {type(content).__name__}"))
+    return content
+
+
+def _unreadable(checkpoint: Path, name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {str(checkpoint)!r}: {name} cannot be read: {error}; remove that "
+        f"directory to go on from the one before it, or choose another run.directory"
+    )

@@ -16,7 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.errors import ConfigError, RowRejectedError
-from common.target.chat import render_conversation
+from common.target.chat import MaskOptions, render_samples
+from services.target_server.coverage import MaskCoverage
 from services.target_server.data_config import DataTable
 from services.target_server.packing import Sample
 
@@ -60,11 +61,14 @@ class Conversations:
         self._table = table
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        self._mask_options = mask_options(table)
         self._seed = seed
         self._offsets = _line_offsets(table.path)
         if table.max_conversations:
             self._offsets = self._offsets[: table.max_conversations]
         self.skipped = SkipCounts()
+        self.noted = SkipCounts()
+        self.coverage = MaskCoverage()
         self.num_cut_answers = 0
         self._counted: set[int] = set()
         self._is_first_pass = True
@@ -76,18 +80,24 @@ class Conversations:
     def samples(self, data_epoch: int) -> Iterator[Sample]:
         """Yield the usable samples of one pass; log once what was skipped."""
         num_used = 0
+        self.coverage = coverage = MaskCoverage()
+        allow_full_mask = self._table.allow_full_mask
         with self._table.path.open("rb") as file:
             for line_number in self.order(data_epoch):
                 file.seek(self._offsets[line_number])
-                sample = self._maybe_sample(line_number, file.readline())
-                if sample is not None:
-                    num_used += 1
+                samples = self._maybe_samples(line_number, file.readline())
+                num_used += bool(samples)
+                for sample in samples:
+                    coverage.add(sample.loss_mask)
+                    coverage.check(allow_full_mask=allow_full_mask, is_over=False)
                     yield sample
         if num_used == 0:
             raise ConfigError(
                 f"data.path={str(self._table.path)!r}: none of its {len(self)} conversations can be "
                 f"used ({self.skipped}); check the file and the target's chat template"
             )
+        coverage.check(allow_full_mask=allow_full_mask, is_over=True)
+        _log.info("data epoch %d: %s", data_epoch, coverage)
         if self._is_first_pass:
             self._log_pass(num_used)
         self._is_first_pass = False
@@ -99,11 +109,11 @@ class Conversations:
         keys = _hash_of_each(len(self), self._seed, data_epoch)
         return np.argsort(keys, kind="stable").tolist()
 
-    def read(self, sample_id: int) -> Sample:
-        """Return one sample by its id, or raise `RowRejectedError`."""
+    def read(self, sample_id: int) -> list[Sample]:
+        """Return the samples of one line, or raise `RowRejectedError`."""
         with self._table.path.open("rb") as file:
             file.seek(self._offsets[sample_id])
-            return self._sample(sample_id, _parsed(file.readline()))
+            return self._samples(sample_id, _parsed(file.readline()))
 
     def _log_pass(self, num_used: int) -> None:
         _log.info("%s: %d conversations, of which %d have a cut answer",
@@ -111,14 +121,16 @@ class Conversations:
         if self.skipped.total:
             _log.warning("%s: skipped %d conversations: %s",
                          self._table.path, self.skipped.total, self.skipped)  # fmt: skip
+        if self.noted.total:
+            _log.warning("%s: used, but odd: %s", self._table.path, self.noted)
 
-    def _maybe_sample(self, line_number: int, line: bytes) -> Sample | None:
+    def _maybe_samples(self, line_number: int, line: bytes) -> list[Sample]:
         name = f"line {line_number + 1}"
         is_counted = line_number in self._counted
         try:
             row = _parsed(line)
             name = str(row.get("id", name))
-            sample = self._sample(line_number, row)
+            samples = self._samples(line_number, row)
         except RowRejectedError as error:
             if self._table.on_bad_row == "fail":
                 raise ConfigError(
@@ -128,36 +140,59 @@ class Conversations:
             if not is_counted:
                 self._counted.add(line_number)
                 self.skipped.add(error.reason, name)
-            return None
-        if row.get("finish_reason") == "length" and not is_counted:
+            return []
+        was_cut = row.get("finish_reason") == "length"
+        notes = {note for sample in samples for note in sample.notes}
+        if (was_cut or notes) and not is_counted:
             self._counted.add(line_number)
-            self.num_cut_answers += 1
-        return sample
+            self.num_cut_answers += was_cut
+            for note in notes:
+                self.noted.add(note, name)
+        return samples
 
-    def _sample(self, line_number: int, row: dict[str, Any]) -> Sample:
+    def _samples(self, line_number: int, row: dict[str, Any]) -> list[Sample]:
         was_cut = row.get("finish_reason") == "length"
         if was_cut and not self._table.keep_cut_answers:
             raise RowRejectedError("cut_answer", "its finish_reason is 'length'")
-        rendered = render_conversation(
+        rendered = render_samples(
             self._tokenizer,
             row.get("messages", []),
             self._template_kwargs,
+            tools=row.get("tools"),
+            options=self._mask_options,
             last_turn_was_cut=was_cut,
         )
-        sample = Sample(
-            sample_id=line_number,
-            tag=_tag(row),
-            token_ids=np.asarray(rendered.token_ids, dtype=np.int32),
-            loss_mask=np.asarray(rendered.loss_mask, dtype=np.uint8),
-        )
-        if len(sample) > self._table.row_tokens:
-            raise RowRejectedError(
-                "too_long", f"got {len(sample)} tokens, expected at most {self._table.row_tokens}"
+        samples = [
+            Sample(
+                sample_id=line_number,
+                tag=_tag(row),
+                token_ids=np.asarray(part.token_ids, dtype=np.int32),
+                loss_mask=np.asarray(part.loss_mask, dtype=np.uint8),
+                notes=part.notes,
             )
-        if not (sample.loss_mask[:-1] & sample.loss_mask[1:]).any():
-            # An anchor is a supervised token with a supervised successor.
-            raise RowRejectedError("no_loss_tokens", "no two supervised tokens in succession")
-        return sample
+            for part in rendered
+        ]
+        for sample in samples:
+            _check_sample(sample, self._table.row_tokens)
+        return samples
+
+
+def mask_options(table: DataTable) -> MaskOptions:
+    """Return which turns are supervised."""
+    return MaskOptions(table.train_only_last_turn, table.one_row_a_turn)
+
+
+def _check_sample(sample: Sample, row_tokens: int) -> None:
+    mask = sample.loss_mask[:row_tokens]
+    if not (mask[:-1] & mask[1:]).any():
+        # An anchor is a supervised token with a supervised successor.
+        raise RowRejectedError(
+            "no_loss_tokens", f"no two supervised tokens in succession in the first {row_tokens}"
+        )
+    if len(sample) > row_tokens:
+        raise RowRejectedError(
+            "too_long", f"got {len(sample)} tokens, expected at most {row_tokens}"
+        )
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config.loading import Table
 
@@ -46,3 +46,19 @@ class DataTable(Table):
     """Open rows among which a conversation finds its place; more fill rows better."""
     count_ahead_conversations: int = Field(default=5000, ge=0)
     """The number of rows is counted before the first one where there are at most so many."""
+    train_only_last_turn: bool = False
+    """Whether the assistant's last turn of a conversation alone is supervised."""
+    one_row_a_turn: bool = False
+    """Whether each turn of the assistant is a sample of its own, as a reasoning model wrote it: behind
+    the prompt that it had, without the reasoning of earlier turns where the template drops it."""
+    allow_full_mask: bool = False
+    """Whether every token may be supervised; in chats that means that prompts are trained on."""
+
+    @model_validator(mode="after")
+    def _one_choice_of_turns(self) -> "DataTable":
+        if self.train_only_last_turn and self.one_row_a_turn:
+            raise ValueError(
+                "data.train_only_last_turn=true and data.one_row_a_turn=true exclude one another: "
+                "a sample a turn supervises that turn alone; set one of them"
+            )
+        return self

@@ -30,6 +30,8 @@ class Sample:
     tag: int
     token_ids: np.ndarray  # [length] int32
     loss_mask: np.ndarray  # [length] uint8
+    notes: tuple[str, ...] = ()
+    """What is odd about it, as a rendered conversation has it."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -82,12 +84,14 @@ class RowStream:
         """Return how many rows there will be, or None where counting would keep the run waiting."""
         if len(self._source) > self._table.count_ahead_conversations:
             return None
-        lengths = {sample.sample_id: len(sample) for sample in self._source.samples(0)}
+        lengths: dict[int, list[int]] = {}
+        for sample in self._source.samples(0):
+            lengths.setdefault(sample.sample_id, []).append(len(sample))
         count = 0
         for data_epoch in range(self._table.data_epochs):
-            usable = (i for i in self._source.order(data_epoch) if i in lengths)
+            usable = (n for i in self._source.order(data_epoch) for n in lengths.get(i, ()))
             # A range stands for a sample of its length.
-            count += sum(1 for _ in self._pack(range(lengths[i]) for i in usable))
+            count += sum(1 for _ in self._pack(map(range, usable)))
         return count
 
     def _pack(self, samples: Iterable["SizedT"]) -> Iterator[list["SizedT"]]:

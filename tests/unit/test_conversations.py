@@ -90,7 +90,7 @@ def test_a_sample_is_read_again_by_its_id(tmp_path):
     rows = [{"messages": turns(answer=f"fox {i}")} for i in range(9)]
     source = conversations(write(tmp_path / "data.jsonl", rows))
     for sample in source.samples(0):
-        again = source.read(sample.sample_id)
+        [again] = source.read(sample.sample_id)
         assert again.token_ids.tolist() == sample.token_ids.tolist()
 
 
