@@ -1,0 +1,1 @@
+"""Where conversations come from: files, their order, and the formats of their rows."""
