@@ -29,7 +29,7 @@ from common.target.loading import (
 )
 from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations
-from services.target_server.packing import RowStream
+from services.target_server.row_stream import RowStream
 
 Form = Callable[[Tensor], Tensor]
 

@@ -13,10 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.config.shared import RunTable
+from common.contracts.data_manifest import DATA_MANIFEST
 from common.contracts.rows import AuxDtype, RowSchema
 from common.contracts.sequences import SequenceSet, Shard
 from common.errors import ConfigError
 from common.float8 import check_device
+from common.lifecycle import write_atomically
 from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
@@ -34,9 +36,10 @@ from services.target_server.announcer import Announcer
 from services.target_server.capture import Capture
 from services.target_server.checks import check_target
 from services.target_server.config import TargetServerConfig
-from services.target_server.conversations import Conversations, mask_options
-from services.target_server.packing import RowStream
+from services.target_server.conversations import Conversations, manifest_of, mask_options
+from services.target_server.cursors import Cursors
 from services.target_server.recipes import RecipeBook
+from services.target_server.row_stream import RowStream
 from services.target_server.server import TargetServer
 from services.target_server.transport import Transport, choose_transport, transport_that_fits
 
@@ -57,34 +60,33 @@ def open_server(
         torch.set_num_threads(run.num_threads)
     gpu = torch.cuda.current_device() if run.device == "cuda" else None
     transport = choose_transport(run, config.ring, gpu)
-    is_float8 = config.ring.aux_dtype == "fp8"
-    if is_float8:
+    if is_float8 := config.ring.aux_dtype == "fp8":
         check_device(torch.device(run.device))
     description = describe_target(config.target)
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
     tokenizer = load_tokenizer(config.target)
     kwargs = config.target.chat_template_kwargs
-    conversations = Conversations(config.data, tokenizer, kwargs, run.seed)
-    stream = RowStream(conversations, config.data)
-    total_rows = stream.count_rows()
-    first = next(stream.rows())
+    conversations = Conversations(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
+    trial = RowStream(conversations, config.data)
+    total_rows = trial.count_rows()
     model = load_target(config.target, run.device)
     tap = FeatureTap(model, layer_ids)
-    checks = check_target(model, tap, first, is_float8=is_float8)
+    checks = check_target(model, tap, next(trial.rows()), is_float8=is_float8)
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
+    stream, recipes = open_recipes(config, conversations, ring, shard)
     return TargetServer(
         target=str(config.target.model),
-        recipes=RecipeBook(stream.rows(shard), ring),
+        recipes=recipes,
         capture=Capture(model, tap, ring.layout, is_packed=checks.is_packed),
         announcer=stack.enter_context(Announcer()),
         ring=ring,
         checks=checks,
         total_rows=total_rows,
-        skipped_samples=lambda: dict(conversations.skipped.counts),
+        skipped_samples=lambda: dict(stream.counts.skipped.counts),
         summary=summary,
         stop=stop,
     )
@@ -116,6 +118,18 @@ def open_ring(
         gpu=transport.gpu,
         transport_reason=transport.reason,
     )
+
+
+def open_recipes(
+    config: TargetServerConfig, conversations: Conversations, ring: RingOwner, shard: Shard
+) -> tuple[RowStream, RecipeBook]:
+    """Say what the run trains on; begin with the first row of the ring that is not settled."""
+    directory = config.run.directory
+    write_atomically(directory / DATA_MANIFEST, manifest_of(config.data).model_dump_json())
+    cursors = Cursors(directory / "cursors" / f"target-{shard.index}", ring.settled_below)
+    stream = RowStream(conversations, config.data, cursors)
+    start = ring.settled_below()
+    return stream, RecipeBook(stream.rows(start, shard), ring, start)
 
 
 def make_schema(

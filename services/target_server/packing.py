@@ -1,21 +1,19 @@
-"""Packs whole samples into rows of a fixed number of tokens: first fit among a few open rows.
+"""Packs whole samples into rows of a fixed number of tokens: best fit among a few open rows.
 
-    samples in order -> first open row with room -> a row that is full, or the fullest where the
-    window has no room -> PackedRow number 0, 1, 2, ...
+    samples in order -> fullest open row with room -> a row that is full, or the fullest where the
+    window has no room -> PackedRow
 
 A sample is never split and rows never mix data epochs. The result is a function of the samples
 and their order alone, so that after a restart the same sequence names the same row.
 """
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from common.contracts.rows import DocumentSpan
-from common.contracts.sequences import ONE_RING, Shard
-from services.target_server.data_config import DataTable
 
 PADDING_DOCUMENT = -1
 PADDING_TOKEN = 0
@@ -26,10 +24,13 @@ class Sample:
     """One tokenized conversation."""
 
     sample_id: int
-    """Number of its line in the file, from 0; blank lines do not count."""
+    """Its source << 40 | the number of its row there, from 0; in a file, its line less one."""
     tag: int
+    """Number of its source's tag in the run's `DataManifest`."""
     token_ids: np.ndarray  # [length] int32
     loss_mask: np.ndarray  # [length] uint8
+    part: int = 0
+    """Which of the samples that its row of the file gives."""
     notes: tuple[str, ...] = ()
     """What is odd about it, as a rendered conversation has it."""
 
@@ -51,85 +52,85 @@ class PackedRow:
     used_tokens: int
 
 
-class SampleSource(Protocol):
-    """Where samples come from."""
+class Sized(Protocol):
+    """What packing needs of a sample: its length."""
 
-    def __len__(self) -> int:
-        """Return the number of conversations, usable or not."""
-
-    def samples(self, data_epoch: int) -> Iterator[Sample]:
-        """Yield the usable samples of one pass, in its order."""
-
-    def order(self, data_epoch: int) -> list[int]:
-        """Return the sample ids of one pass, usable or not, in its order."""
-
-
-class RowStream:
-    """The rows of a run, by sequence."""
-
-    def __init__(self, source: SampleSource, table: DataTable) -> None:
-        self._source = source
-        self._table = table
-
-    def rows(self, shard: Shard = ONE_RING) -> Iterator[PackedRow]:
-        """Yield the rows of one ring, by sequence; all are packed, and those of others dropped."""
-        sequence = 0
-        for data_epoch in range(self._table.data_epochs):
-            for samples in self._pack(self._source.samples(data_epoch)):
-                if shard.holds(sequence):
-                    yield make_row(samples, self._table.row_tokens, sequence, data_epoch)
-                sequence += 1
-
-    def count_rows(self) -> int | None:
-        """Return how many rows there will be, or None where counting would keep the run waiting."""
-        if len(self._source) > self._table.count_ahead_conversations:
-            return None
-        lengths: dict[int, list[int]] = {}
-        for sample in self._source.samples(0):
-            lengths.setdefault(sample.sample_id, []).append(len(sample))
-        count = 0
-        for data_epoch in range(self._table.data_epochs):
-            usable = (n for i in self._source.order(data_epoch) for n in lengths.get(i, ()))
-            # A range stands for a sample of its length.
-            count += sum(1 for _ in self._pack(map(range, usable)))
-        return count
-
-    def _pack(self, samples: Iterable["SizedT"]) -> Iterator[list["SizedT"]]:
-        table = self._table
-        return first_fit(samples, table.row_tokens, table.max_documents, table.packing_window)
+    def __len__(self) -> int: ...
 
 
 SizedT = TypeVar("SizedT", bound=Sized)
 
 
 @dataclass
-class _OpenRow(Generic[SizedT]):
+class OpenRow(Generic[SizedT]):
+    """Samples that lie in one row so far."""
+
     samples: list[SizedT] = field(default_factory=list)
     used_tokens: int = 0
 
 
-def first_fit(
-    samples: Iterable[SizedT], row_tokens: int, max_documents: int, window: int
-) -> Iterator[list[SizedT]]:
-    """Yield the samples of each row; at most `window` rows are open at a time."""
-    open_rows: list[_OpenRow[SizedT]] = []
+class Packer(Generic[SizedT]):
+    """Puts each sample into the fullest open row that has room for it (best fit).
+
+    At most `window` rows are open. Where none has room, the fullest leaves as it is and makes
+    place for a fresh one. Each `add` closes at most one row, so that the state between two of
+    them, `open_rows`, is all there is to go on from.
+    """
+
+    def __init__(self, row_tokens: int, max_documents: int, window: int) -> None:
+        self._row_tokens = row_tokens
+        self._max_documents = max_documents
+        self._window = window
+        self.open_rows: list[OpenRow[SizedT]] = []
+
+    def add(self, sample: SizedT) -> list[SizedT] | None:
+        """Place a sample; return the samples of the row that this closes, if any."""
+        length = len(sample)
+        if length == self._row_tokens or self._max_documents == 1:
+            return [sample]
+        room = self._row_tokens - length
+        fitting = [row for row in self.open_rows if row.used_tokens <= room]
+        if fitting:
+            row = max(fitting, key=_fullness)
+            row.samples.append(sample)
+            row.used_tokens += length
+            is_full = row.used_tokens == self._row_tokens
+            return self._close(row) if is_full or self._is_crowded(row) else None
+        closed = None
+        if len(self.open_rows) == self._window:
+            closed = self._close(max(self.open_rows, key=_fullness))
+        self.open_rows.append(OpenRow([sample], length))
+        return closed
+
+    def drain(self) -> list[SizedT] | None:
+        """Close the oldest open row, at the end of the samples; None where none is left."""
+        return self._close(self.open_rows[0]) if self.open_rows else None
+
+    def restore(self, rows: list[list[SizedT]]) -> None:
+        """Take up where another packer was, by the samples of its open rows."""
+        self.open_rows = [OpenRow(samples, sum(map(len, samples))) for samples in rows]
+
+    def _is_crowded(self, row: OpenRow[SizedT]) -> bool:
+        return len(row.samples) == self._max_documents
+
+    def _close(self, row: OpenRow[SizedT]) -> list[SizedT]:
+        # By identity: rows of the same samples would be equal.
+        self.open_rows = [other for other in self.open_rows if other is not row]
+        return row.samples
+
+
+def _fullness(row: OpenRow[SizedT]) -> int:
+    return row.used_tokens
+
+
+def pack(packer: Packer[SizedT], samples: Iterable[SizedT]) -> Iterator[list[SizedT]]:
+    """Yield the samples of each row, until the samples end and no row is open."""
     for sample in samples:
-        room = row_tokens - len(sample)
-        row = next((row for row in open_rows if row.used_tokens <= room), None)
-        if row is None:
-            if len(open_rows) == window:
-                fullest = max(open_rows, key=lambda row: row.used_tokens)
-                open_rows.remove(fullest)
-                yield fullest.samples
-            row = _OpenRow()
-            open_rows.append(row)
-        row.samples.append(sample)
-        row.used_tokens += len(sample)
-        if row.used_tokens == row_tokens or len(row.samples) == max_documents:
-            open_rows.remove(row)
-            yield row.samples
-    for row in open_rows:
-        yield row.samples
+        closed = packer.add(sample)
+        if closed is not None:
+            yield closed
+    while (closed := packer.drain()) is not None:
+        yield closed
 
 
 def make_row(samples: list[Sample], row_tokens: int, sequence: int, data_epoch: int) -> PackedRow:

@@ -22,12 +22,12 @@ class Ledger(Protocol):
 class RecipeBook:
     """Hands out rows: those to be captured again first, then fresh ones."""
 
-    def __init__(self, rows: Iterator[PackedRow], ledger: Ledger) -> None:
+    def __init__(self, rows: Iterator[PackedRow], ledger: Ledger, first_sequence: int = 0) -> None:
         self._rows = rows
         self._ledger = ledger
         self._kept: dict[int, PackedRow] = {}
-        self._forgotten_below = 0
-        self.last_sequence = -1
+        self._forgotten_below = first_sequence
+        self.last_sequence = first_sequence - 1
         self.has_ended = False
 
     def next_row(self) -> PackedRow | None:

@@ -1,133 +1,173 @@
 """A poisoned file ends no run: what cannot be used is skipped, counted and named."""
 
+import contextlib
 import json
 import logging
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.errors import ConfigError, RowRejectedError
-from services.target_server.conversations import Conversations
-from services.target_server.data_config import DataTable
-from tests.targets import make_tiny_tokenizer
+from services.target_server.counts import SampleCounts
+from tests.conversation_files import conversations, turns, write
 
-TOKENIZER = make_tiny_tokenizer()
+ANSWERED = turns()
+POISON = {
+    "not_json": ["{not json", "[1, 2]", "[" * 100_000, "1" * 6000],
+    "bad_utf8": [b'{"messages": "\xff"}', json.dumps({"messages": turns(answer="\ud800 dog")})],
+    "empty_line": ["", " \t"],
+    "no_messages": [{"id": "no-messages"}, {"messages": []}, {"messages": "dog"}, {"messages": {}}],
+    "bad_role": [{"messages": [{"role": "narrator", "content": "a"}]}, {"messages": ["dog"]}],
+    "bad_content": [
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+    "bad_tool_call": [
+        *({"messages": [{"role": "assistant", "tool_calls": calls}]} for calls in (3, [3], [{}])),
+        {"conversations": [{"from": "function_call", "value": "{"}]},
+    ],
+    "bad_tools": [{"messages": ANSWERED, "tools": "{"}, {"messages": ANSWERED, "tools": 3}],
+    "no_assistant_turn": [{"messages": turns()[:1]}, {"prompt": "the dog"}],
+    "empty_assistant_turn": [{"messages": turns(answer=" ")}],
+    "too_long": [{"messages": turns(answer="fox " * 200)}],
+    "no_loss_tokens": [
+        {"messages": turns(answer="x"), "finish_reason": "length"},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]},
+    ],
+    "bad_ids": [
+        {"input_ids": ids, "loss_mask": [1, 1]}
+        for ids in ([], "ab", 3, [1.5, 2.5], [[1], [2]], [[1], 2], [10**30, 1], ["a", 1])
+    ],
+    "bad_mask": [{"input_ids": [5, 6], "loss_mask": m} for m in (None, [1], [1, 2], [1, -1], [])],
+    "id_outside_vocabulary": [
+        {"input_ids": ids, "loss_mask": [1, 1]} for ids in ([5, 300_000], [-1, 5], [5, 2**40])
+    ],
+    "double_bos": [{"input_ids": [0, 0, 5, 6], "loss_mask": [0, 0, 1, 1]}],
+}
 
 
-def turns(question="the dog?", answer="the quick fox"):
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+@pytest.mark.parametrize("reason", POISON)
+def test_what_cannot_be_used_is_counted_under_its_reason(tmp_path, reason):
+    rows = [*POISON[reason], {"messages": turns()}]
+    counts = SampleCounts()
+    source = conversations(write(tmp_path / "data.jsonl", rows))
+    (sample,) = source.samples(0, counts=counts)
+    assert sample.sample_id == len(rows) - 1
+    assert counts.skipped.counts == {reason: len(POISON[reason])}
 
 
-def write(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def conversations(path, seed=0, **settings):
-    table = DataTable(path=path, row_tokens=128, **settings)
-    return Conversations(table, TOKENIZER, {}, seed)
-
-
-def test_poisoned_file_yields_its_good_rows_and_counts_the_rest(tmp_path, caplog):
-    rows = [
-        {"id": "good", "messages": turns(), "tag": 5},
-        "{not json",
-        "[1, 2]",
-        "",
-        {"id": "no-messages"},
-        {"id": "empty", "messages": []},
-        {"id": "role", "messages": [{"role": "narrator", "content": "a"}]},
-        {"id": "user-only", "messages": turns()[:1]},
-        {"id": "blank", "messages": turns(answer=" ")},
-        {"id": "long", "messages": turns(answer="fox " * 200)},
-        {"id": "long-2", "messages": turns(answer="dog " * 200)},
-        {"id": "tag", "messages": turns(), "tag": "code"},
-        {"messages": turns(answer="dog")},
-    ]
+def test_the_first_ids_of_each_reason_are_kept_and_shown(tmp_path, caplog):
+    rows = [{"id": f"long-{i}", "messages": turns(answer="fox " * 200)} for i in range(5)]
+    rows += ["x", {"messages": turns()}]
     source = conversations(write(tmp_path / "data.jsonl", rows), shuffle=False)
+    counts = SampleCounts()
     with caplog.at_level(logging.WARNING):
-        samples = list(source.samples(0))
-    assert [(sample.sample_id, sample.tag) for sample in samples] == [(0, 5), (11, 0)]
-    assert source.skipped.counts == {
-        "not_json": 2,
-        "no_messages": 2,
-        "bad_role": 1,
-        "no_assistant_turn": 1,
-        "empty_assistant_turn": 1,
-        "too_long": 2,
-        "bad_tag": 1,
-    }
-    assert source.skipped.first_ids["too_long"] == ["long", "long-2"]
-    assert "skipped 10 conversations" in caplog.text
-    assert "too_long: 2 (first: long, long-2)" in caplog.text
+        assert len(list(source.samples(0, counts=counts))) == 1
+    assert counts.skipped.first_ids["too_long"] == ["long-0", "long-1", "long-2"]
+    assert "too_long: 5 (first: long-0, long-1, long-2)" in str(counts.skipped)
+    assert f"{tmp_path / 'data.jsonl'} line 1, conversation 'long-0'" in caplog.text
+    assert "'long-1'" not in caplog.text
+    assert "data.jsonl line 6" in str(counts.skipped)
 
 
-def test_second_pass_counts_nothing_twice(tmp_path):
-    source = conversations(write(tmp_path / "data.jsonl", [{"messages": turns()}, "x"]))
-    for data_epoch in range(3):
-        assert len(list(source.samples(data_epoch))) == 1
-    assert source.skipped.counts == {"not_json": 1}
+@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
+def test_later_passes_count_nothing_twice(tmp_path, weight):
+    path = write(tmp_path / "data.jsonl", ["x", "y", *[{"messages": turns()}] * 10])
+    source = conversations(None, sources=[{"path": path, "weight": weight}])
+    counts = SampleCounts()
+    for data_epoch in range(4):
+        for _ in source.samples(data_epoch, counts=counts):
+            pass
+    assert counts.skipped.counts == {"not_json": 2}
 
 
 def test_bad_row_ends_the_run_where_asked(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"messages": turns()}, {"id": "b", "messages": []}])
-    with pytest.raises(ConfigError, match=r"conversation 'b': no_messages.*on_bad_row"):
+    with pytest.raises(
+        ConfigError, match=r"data\.jsonl line 2, conversation 'b': no_messages.*on_bad_row"
+    ):
         list(conversations(path, on_bad_row="fail").samples(0))
 
 
-def test_order_follows_seed_and_data_epoch_only(tmp_path):
-    rows = [{"messages": turns()} for _ in range(50)]
-    path = write(tmp_path / "data.jsonl", rows)
-    first = conversations(path, seed=1)
-    assert first.order(0) == conversations(path, seed=1).order(0)
-    assert sorted(first.order(0)) == list(range(50))
-    assert first.order(0) != first.order(1)
-    assert first.order(0) != conversations(path, seed=2).order(0)
-    assert conversations(path, shuffle=False).order(3) == list(range(50))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["messages", "conversations", "prompt", "input_ids", "loss_mask", "role", "from",
+                 "content", "value", "tool_calls", "function", "name", "arguments", "tools", "id",
+                 "system", "finish_reason", "reasoning_content", "text"]
+            ),
+            inner | st.sampled_from(["user", "assistant", "human", "gpt", "tool", "system"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.binary(max_size=60) | json_values.map(json.dumps), max_size=8))
+def test_no_row_raises_anything_but_its_rejection(tmp_path_factory, rows):
+    path = write(
+        tmp_path_factory.mktemp("random") / "data.jsonl",
+        [*(row.replace(b"\n", b"") if isinstance(row, bytes) else row for row in rows),
+         {"messages": turns()}],
+    )  # fmt: skip
+    counts = SampleCounts()
+    used = len(list(conversations(path).samples(0, counts=counts)))
+    assert used + counts.skipped.total == len(rows) + 1
+
+
+message_lists = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | json_values},
+        optional=dict.fromkeys(("content", "tool_calls", "thinking", "name"), json_values),
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(message_lists)
+def test_no_message_raises_anything_but_its_rejection(tmp_path_factory, messages):
+    path = tmp_path_factory.getbasetemp() / "one.jsonl"
+    source = conversations(path if path.exists() else write(path, [{"messages": turns()}]))
+    with contextlib.suppress(RowRejectedError):
+        assert source.samples_of(0, {"messages": messages})
 
 
 def test_a_sample_is_read_again_by_its_id(tmp_path):
     rows = [{"messages": turns(answer=f"fox {i}")} for i in range(9)]
     source = conversations(write(tmp_path / "data.jsonl", rows))
     for sample in source.samples(0):
-        [again] = source.read(sample.sample_id)
+        (again,) = source.read(sample.sample_id)
         assert again.token_ids.tolist() == sample.token_ids.tolist()
-
-
-def test_max_conversations_takes_the_first(tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"messages": turns()} for _ in range(9)])
-    assert {s.sample_id for s in conversations(path, max_conversations=4).samples(0)} == set(
-        range(4)
-    )
 
 
 def test_cut_answers_are_counted_and_can_be_left_out(tmp_path):
     cut = {"messages": turns(), "finish_reason": "length"}
     whole = {"messages": turns(), "finish_reason": "stop"}
     path = write(tmp_path / "data.jsonl", [cut, whole])
-    source = conversations(path, shuffle=False)
-    first, second = source.samples(0)
-    assert source.num_cut_answers == 1
+    counts = SampleCounts()
+    first, second = conversations(path, shuffle=False).samples(0, counts=counts)
+    assert counts.num_cut_answers == 1
     assert first.loss_mask.sum() == second.loss_mask.sum() - 1
     assert len(list(conversations(path, keep_cut_answers=False).samples(0))) == 1
 
 
-def test_a_single_supervised_token_makes_no_anchor(tmp_path):
-    row = {"messages": turns(answer="x"), "finish_reason": "length"}
-    source = conversations(write(tmp_path / "data.jsonl", [row]))
-    with pytest.raises(RowRejectedError, match="no_loss_tokens"):
-        source.read(0)
-
-
-@pytest.mark.parametrize("content", ["", " \n\n"])
-def test_empty_file_is_a_config_error(tmp_path, content):
+def test_empty_file_is_a_config_error(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(content)
+    path.write_text("")
     with pytest.raises(ConfigError, match=r"data\.path"):
         conversations(path)
 
 
-def test_file_without_a_usable_row_is_a_config_error(tmp_path):
-    source = conversations(write(tmp_path / "data.jsonl", ["x", "y"]))
-    with pytest.raises(ConfigError, match=r"none of its 2 conversations.*not_json: 2"):
+@pytest.mark.parametrize("rows", [["x", "y"], ["", ""]])
+def test_file_without_a_usable_row_is_a_config_error(tmp_path, rows):
+    source = conversations(write(tmp_path / "data.jsonl", rows))
+    with pytest.raises(ConfigError, match=r"none of the 2 conversations.*: 2"):
         list(source.samples(0))

@@ -53,7 +53,7 @@ def test_a_pass_reports_its_coverage_and_refuses_a_full_one(tmp_path, caplog):
         tokenizer = make_tiny_tokenizer(template) if template else make_tiny_tokenizer()
         source = Conversations(table, tokenizer, {}, seed=0)
         [sample] = source.samples(0)
-        return sample, source.coverage
+        return sample, source.counts.coverage
 
     with caplog.at_level(logging.INFO):
         sample, coverage = run()

@@ -73,8 +73,8 @@ def test_a2_and_small_input_3_bad_rows_are_skipped_each_under_its_reason(tmp_pat
     samples, source = read(tmp_path, rows, make_tiny_tokenizer(REFUSES_NARROW + CHATML))
     # The template takes two user rows in succession: that row trains, and the counter says so.
     assert [sample.sample_id for sample in samples] == [2, 5]
-    assert source.noted.first_ids == {"repeated_role": ["c2"]}
-    assert source.skipped.first_ids == {
+    assert source.counts.noted.first_ids == {"repeated_role": ["c2"]}
+    assert source.counts.skipped.first_ids == {
         "no_messages": ["c0"],
         "assistant_first": ["c1"],
         "empty_assistant_turn": ["c3"],
@@ -84,7 +84,7 @@ def test_a2_and_small_input_3_bad_rows_are_skipped_each_under_its_reason(tmp_pat
     with_system = [row for row in rows if row["id"] != "c1"]
     gemma = family_tokenizer("gemma2")
     samples, source = read(tmp_path, with_system, gemma)
-    assert source.skipped.first_ids["template_rejected"] == ["c2"]
+    assert source.counts.skipped.first_ids["template_rejected"] == ["c2"]
 
 
 def test_a3_a_row_that_the_template_refuses_is_counted_and_the_first_three_are_named(
@@ -96,7 +96,7 @@ def test_a3_a_row_that_the_template_refuses_is_counted_and_the_first_three_are_n
             tmp_path, rows_of(bad, bad, GOOD, bad, bad), family_tokenizer("gemma2")
         )
     assert [sample.sample_id for sample in samples] == [2]
-    assert source.skipped.counts == {"template_rejected": 4}
+    assert source.counts.skipped.counts == {"template_rejected": 4}
     assert "template_rejected: 4 (first: c0, c1, c3)" in caplog.text
 
 
@@ -157,12 +157,12 @@ def test_a9_and_small_input_4_a_sample_without_supervision_never_reaches_a_row(t
         read(tmp_path, rows_of(long, long))
     samples, source = read(tmp_path, rows_of(long, GOOD, long))
     assert [sample.sample_id for sample in samples] == [1]
-    assert source.skipped.counts == {"no_loss_tokens": 2}
+    assert source.counts.skipped.counts == {"no_loss_tokens": 2}
     [sample], _ = read(tmp_path, rows_of(long), row_tokens=256)
     assert sample.loss_mask.sum() == 10 + 1  # its end of turn
     assert path.exists()
     _, source = read(tmp_path, rows_of([user("a"), assistant("z" * 200)], GOOD))
-    assert source.skipped.counts == {"too_long": 1}
+    assert source.counts.skipped.counts == {"too_long": 1}
 
 
 def test_a11_samples_stream_without_the_rest_of_the_file(tmp_path):
@@ -183,11 +183,11 @@ def test_a12_cut_answers_are_counted_and_can_be_left_out(tmp_path):
         for number, reason in enumerate(["stop", "length", "length"])
     ]
     samples, source = read(tmp_path, rows)
-    assert (len(samples), source.num_cut_answers) == (3, 2)
+    assert (len(samples), source.counts.num_cut_answers) == (3, 2)
     assert samples[0].loss_mask.sum() == samples[1].loss_mask.sum() + 1
     samples, source = read(tmp_path, rows, keep_cut_answers=False)
     assert [sample.sample_id for sample in samples] == [0]
-    assert source.skipped.counts == {"cut_answer": 2}
+    assert source.counts.skipped.counts == {"cut_answer": 2}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "mistral", "gpt_oss"])
@@ -205,7 +205,7 @@ def test_a13_and_small_input_6_tools_survive_in_a_row(tmp_path, family, form):
     assert '{"city": "Oslo"}' in masked
     assert "weather" in masked
     assert 'rain"' not in masked
-    assert not source.noted.counts
+    assert not source.counts.noted.counts
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "mistral"])
