@@ -16,7 +16,7 @@ setup: $(READY) $(MODEL)/config.json
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) -e '.[dev,gguf]'
+	$(PIP) -e '.[data,dev,gguf]'
 	$(PIP) --no-deps dflash==0.1.0
 	touch $(READY)
 
@@ -58,6 +58,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.ring_throughput --json
 	$(BIN)/python -m benchmarks.announce_latency --json
 	$(BIN)/python -m benchmarks.owner_cost --json
+	$(BIN)/python -m benchmarks.data_path --json
 
 up:
 	docker compose up --detach
