@@ -7,6 +7,7 @@ A row's sequence is its ordinal in a packing that is a function of the data, the
 seed; the rows after a resume are the rows that would have come.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from services.target_server.cursors import Cursor, Cursors
 from services.target_server.data_config import DataTable
 from services.target_server.inputs.mixture import RowRef
 from services.target_server.packing import PackedRow, Packer, Sample, make_row, pack
+
+_log = logging.getLogger(__name__)
 
 
 class SampleSource(Protocol):
@@ -69,6 +72,7 @@ class RowStream:
         if cursor:
             sequence, first_epoch = cursor.sequence, cursor.data_epoch
             place = Place(cursor.positions, cursor.num_parts)
+            _log.info("packing goes on from the cursor at row %d", sequence)
             self._restore(packer, cursor)
         elif self._cursors:
             self._cursors.save(self._cursor(0, 0, place, packer))
