@@ -38,6 +38,7 @@ def target_report(**fields: Any) -> TargetReport:
     values = {
         "target": "tiny", "total_rows": 64, "captured_tokens": 4096, "capture_seconds": 2.5,
         "blocked_seconds": 1.25, "tokens_per_second": 1638.4, "skipped_samples": {"too_long": 3},
+        "captured_tokens_by_tag": {"chat": 4000, "code": 96},
         "checks": {"isolation": "ok"}, "ring": ring_report(),
     }  # fmt: skip
     return TargetReport.model_validate(values | fields)

@@ -96,6 +96,8 @@ class TargetReport(Record):
     tokens_per_second: float
     skipped_samples: dict[str, int]
     """Samples that were not used, by reason."""
+    captured_tokens_by_tag: dict[str, int]
+    """Tokens of documents that were run through the target, by the tag of their source."""
     checks: dict[str, str]
     """Start-up checks and their results."""
     ring: RingReport | None

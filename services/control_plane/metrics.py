@@ -105,11 +105,16 @@ def _targets(status: Status) -> Iterator[Metric]:
         "target_tokens_per_second", "Tokens run through the target a second.", ("instance",)
     )
     skipped = _counter("target_skipped_samples", "Samples not used.", ("instance", "reason"))
+    tagged = _counter(
+        "target_captured_tokens_by_tag", "Tokens run through the target.", ("instance", "tag")
+    )
     for instance, report in reports.items():
         rate.add_metric((instance,), report.tokens_per_second)
+        for tag, count in report.captured_tokens_by_tag.items():
+            tagged.add_metric((instance, tag), count)
         for reason, count in report.skipped_samples.items():
             skipped.add_metric((instance, reason), count)
-    yield from (rate, skipped)
+    yield from (rate, skipped, tagged)
 
 
 def _workers(status: Status) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ The target computes the next row while the last one is still being copied into i
 
 import queue
 import threading
+from collections import Counter
 from types import TracebackType
 from typing import Protocol
 
@@ -34,6 +35,7 @@ class Announcer:
         self._failure: BaseException | None = None
         self.num_rows = 0
         self.num_tokens = 0
+        self.tokens_by_tag: Counter[int] = Counter()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
         self._thread.start()
 
@@ -81,5 +83,7 @@ class Announcer:
             )
             self.num_rows += 1
             self.num_tokens += row.used_tokens
+            for document in row.documents:
+                self.tokens_by_tag[document.tag] += document.length
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             self._failure = error

@@ -86,6 +86,7 @@ def open_server(
         ring=ring,
         checks=checks,
         total_rows=total_rows,
+        tags=manifest_of(config.data).tags,
         skipped_samples=lambda: dict(stream.counts.skipped.counts),
         summary=summary,
         stop=stop,

@@ -44,6 +44,7 @@ class TargetServer:
         ring: RingOwner,
         checks: TargetChecks,
         total_rows: int | None,
+        tags: tuple[str, ...],
         skipped_samples: Callable[[], dict[str, int]],
         summary: Path,
         stop: threading.Event,
@@ -55,6 +56,7 @@ class TargetServer:
         self._ring = ring
         self._checks = checks
         self._total_rows = total_rows
+        self._tags = tags
         self._skipped_samples = skipped_samples
         self._summary = summary
         self._stop = stop
@@ -91,6 +93,7 @@ class TargetServer:
             blocked_seconds=self._blocked_seconds,
             tokens_per_second=self._announcer.num_tokens / seconds if seconds > 0 else 0.0,
             skipped_samples=self._skipped_samples(),
+            captured_tokens_by_tag=self._tokens_by_tag(),
             checks=self._checks.results,
             ring=self._ring.report(),
         )
@@ -136,6 +139,10 @@ class TargetServer:
         self._announcer.submit(slot, row, copies)
         self._capture_seconds += time.monotonic() - start
 
+    def _tokens_by_tag(self) -> dict[str, int]:
+        # A copy: the announcer's thread goes on counting.
+        return {self._tags[tag]: n for tag, n in dict(self._announcer.tokens_by_tag).items()}
+
     def _write_summary(self) -> None:
         report = self._ring.report()
         content = {
@@ -146,6 +153,7 @@ class TargetServer:
             "capture_seconds": self._capture_seconds,
             "blocked_seconds": self._blocked_seconds,
             "skipped_samples": self._skipped_samples(),
+            "captured_tokens_by_tag": self._tokens_by_tag(),
             "checks": self._checks.results,
         }
         write_atomically(self._summary, json.dumps(content))

@@ -181,6 +181,7 @@ def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, l
         'target_blocked_seconds_total{instance="target-0"}': target["blocked_seconds"],
         'target_capture_seconds_total{instance="target-0"}': target["capture_seconds"],
         'target_captured_tokens_total{instance="target-0"}': target["captured_tokens"],
+        'target_captured_tokens_by_tag_total{instance="target-0",tag="code"}': 96,
         f"drafter_starved_seconds_total{{{of_worker}}}": worker["starved_seconds"],
         f"drafter_trained_tokens_total{{{of_worker}}}": worker["trained_tokens"],
         f"drafter_step_seconds{{{of_worker}}}": worker["step_seconds"],

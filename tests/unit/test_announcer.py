@@ -66,6 +66,16 @@ def test_a_row_is_published_when_its_copies_are_done_and_not_before(owner: RingO
     assert (announcer.num_rows, announcer.num_tokens) == (2, 18)
 
 
+def test_tokens_are_counted_by_the_tags_of_the_documents(owner: RingOwner) -> None:
+    tokens, mask = np.arange(5, dtype=np.int32), np.ones(5, np.uint8)
+    samples = [Sample(number, number % 2, tokens, mask) for number in range(3)]
+    with Announcer() as announcer:
+        slot = owner.loan(10)
+        assert slot is not None
+        announcer.submit(slot, make_row(samples, 128, 0, 0), Copies())
+    assert announcer.tokens_by_tag == {0: 10, 1: 5}
+
+
 def test_close_publishes_what_was_submitted(owner: RingOwner) -> None:
     announcer = Announcer()
     for sequence in range(3):
