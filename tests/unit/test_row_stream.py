@@ -138,6 +138,13 @@ def test_a_target_that_joins_at_a_resume_goes_on_from_the_cursor_of_another(tmp_
     assert passes[0].positions > (0,)
 
 
+def test_a_cursor_that_a_target_of_other_data_left_is_passed_over(tmp_path):
+    list(stream_of(files(tmp_path, [80]), tmp_path / "cursors" / "target-1").rows())
+    sources = files(tmp_path, [70])
+    rows = content(stream_of(sources).rows())
+    assert content(stream_of(sources, tmp_path / "cursors" / "target-0").rows(9)) == rows[9:]
+
+
 def test_the_first_row_of_a_ring_takes_no_cursor_of_other_data(tmp_path):
     shard = shards_of(2)[1]
     list(stream_of(files(tmp_path, [30]), tmp_path / "cursors" / "target-1").rows(1, shard))
