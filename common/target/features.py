@@ -8,12 +8,15 @@ A packed row is one sequence whose `position_ids` start from 0 in each document.
 reads the document borders from them, but only when no cache and no attention mask is given.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from common.errors import CaptureMismatchError
@@ -37,13 +40,10 @@ class FeatureTap:
                 f"expected ids from 0 to {self._last}"
             )
         self._kept: dict[int, torch.Tensor] = {}
-        wanted = sorted({*layer_ids, *([self._last] if keep_last else [])})
-        self._highest = wanted[-1]
+        self._wanted = sorted({*layer_ids, *([self._last] if keep_last else [])})
+        self._highest = self._wanted[-1]
         self._ends_pass = False
-        self._hooks = [
-            self._layers[layer].register_forward_hook(partial(self._keep, layer))
-            for layer in wanted
-        ]
+        self._hooks = self._hook()
 
     def run(self, decoder: nn.Module, **inputs: Any) -> None:
         """Run the decoder up to the highest kept layer; layers above it are not computed."""
@@ -69,6 +69,21 @@ class FeatureTap:
         for hook in self._hooks:
             hook.remove()
         self._kept.clear()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the hooks off for a while: for passes whose features nobody asks for."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._hooks = self._hook()
+
+    def _hook(self) -> list[RemovableHandle]:
+        return [
+            self._layers[layer].register_forward_hook(partial(self._keep, layer))
+            for layer in self._wanted
+        ]
 
     def __enter__(self) -> "FeatureTap":
         return self

@@ -1,78 +1,168 @@
-"""Writes answers with the target: plain batched generation by transformers, padded on the left.
+"""Writes answers with the target: batched decoding over a static cache.
 
-A batch's padding is masked out and its positions start behind it, so that a greedy answer does
-not depend on its neighbours beyond rounding.
+    prompts, padded on the left -> one prefill -> a pass a token, until every row has ended
+
+Padding is masked out and positions start behind it, so that a greedy answer does not depend on
+its neighbours beyond rounding. The cache has one shape for many batches: on a GPU the pass of one
+token is compiled once and replayed as a CUDA graph; on a CPU the same code runs eagerly.
 """
 
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
-from transformers import GenerationConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
 
 from common.errors import ConfigError
+from common.target.features import FeatureTap
+from services.target_server.generation_config import GenerationTable
+from services.target_server.sampling import choose, draw_uniforms
+
+_CACHE_STEP = 256
+# Reading on the host which rows have ended makes a GPU wait.
+_STEPS_BETWEEN_LOOKS = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and what its answer is drawn from."""
+
+    token_ids: list[int]
+    seed: int
+    """64-bit seed of this answer alone."""
+    max_new_tokens: int
 
 
 @dataclass(frozen=True)
 class Answer:
     """What the target wrote, and whether it stopped by itself ("stop") or was cut ("length")."""
 
-    content: str
+    token_ids: list[int]
+    """Includes the token that ends the turn where the target wrote it."""
     finish_reason: str
-    num_tokens: int
 
 
 class AnswerWriter:
-    """The target, its tokenizer and how to sample; answers one batch a call."""
+    """A target that answers one batch a call; not for use from two threads."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, max_new_tokens: int,
-        temperature: float, seed: int,
-    ) -> None:  # fmt: skip
+        self, model: PreTrainedModel, table: GenerationTable, tap: FeatureTap | None = None
+    ) -> None:
+        """`tap` is lifted off the model while answers are written."""
         self._model = model
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._eos_ids = _end_ids(model)
-        self._settings = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(self._eos_ids),
-            pad_token_id=min(self._eos_ids),
-            repetition_penalty=1.0,
-            **_sampling(temperature),
-        )
+        self._table = table
+        self._tap = tap
+        self._end_ids = torch.tensor(sorted(end_of_turn_ids(model)), device=model.device)
+        self._is_compiled = model.device.type == "cuda"
+        self._cache: StaticCache | None = None
+        self._cache_shape = (0, 0)
 
-    @torch.no_grad()
-    def answer(self, prompts: list[list[int]]) -> list[Answer]:
-        """Write an answer to each prompt of token ids."""
-        token_ids, attention_mask = _pad_left(prompts, self._settings.pad_token_id)
-        torch.manual_seed(self._seed ^ xxhash.xxh32_intdigest(token_ids.numpy().tobytes()))
+    @property
+    def batch_size(self) -> int:
+        """Requests that one call answers best."""
+        return self._table.batch_size
+
+    def answer(self, requests: Sequence[Request], stop: threading.Event) -> list[Answer] | None:
+        """Write an answer to each of at most `batch_size` requests; None where `stop` came first."""
+        lifted = self._tap.lifted() if self._tap else contextlib.nullcontext()
+        with torch.no_grad(), lifted:
+            written = self._write(requests, stop)
+        if written is None:
+            return None
+        ends = set(self._end_ids.tolist())
+        return [
+            _cut(row, ends, request.max_new_tokens)
+            for row, request in zip(written, requests, strict=False)
+        ]
+
+    def _write(self, requests: Sequence[Request], stop: threading.Event) -> list[list[int]] | None:
+        """Return the tokens of each row up to a common length; what is past an end is noise."""
         device = self._model.device
-        written = self._model.generate(
-            input_ids=token_ids.to(device),
-            attention_mask=attention_mask.to(device),
-            generation_config=self._settings,
-        )[:, token_ids.shape[1] :]
-        return [self._read(row) for row in written.tolist()]
+        num_steps = max(request.max_new_tokens for request in requests)
+        # A compiled pass has one shape: rows that nobody asked for repeat the first.
+        spare = self._table.batch_size - len(requests) if self._is_compiled else 0
+        rows = [*requests, *[requests[0]] * spare]
+        token_ids, is_prompt = _pad_left([row.token_ids for row in rows], int(self._end_ids[0]))
+        uniforms = draw_uniforms([row.seed for row in rows], num_steps).to(device)
+        limits = torch.tensor([row.max_new_tokens for row in rows], device=device)
+        decoding = _Decoding(
+            self._model, self._empty_cache(len(rows), token_ids.shape[1] + num_steps),
+            token_ids.to(device), is_prompt.to(device), self._step(),
+        )  # fmt: skip
+        has_ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        written: list[Tensor] = []
+        logits = decoding.start()
+        for step in range(num_steps):
+            chosen = choose(logits, uniforms[:, step], self._table)
+            written.append(chosen)
+            has_ended |= torch.isin(chosen, self._end_ids) | (step + 1 >= limits)
+            if step + 1 == num_steps or (self._looks_at(step) and bool(has_ended.all())):
+                break
+            if stop.is_set():
+                return None
+            logits = decoding.go_on(chosen)
+        return torch.stack(written, dim=1).tolist()
 
-    def _read(self, row: list[int]) -> Answer:
-        stop = next((i for i, token in enumerate(row) if token in self._eos_ids), None)
-        content = self._tokenizer.decode(
-            row[:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        if stop is None:
-            return Answer(content, "length", len(row))
-        return Answer(content, "stop", stop + 1)
+    def _looks_at(self, step: int) -> bool:
+        return not self._is_compiled or step % _STEPS_BETWEEN_LOOKS == _STEPS_BETWEEN_LOOKS - 1
+
+    def _step(self) -> Callable:
+        return self._model.get_compiled_call(None) if self._is_compiled else self._model
+
+    def _empty_cache(self, rows: int, length: int) -> StaticCache:
+        """Return the cache of the batch before where it fits, or else a larger one."""
+        if self._cache is not None and self._cache_shape[0] == rows:
+            if self._cache_shape[1] >= length:
+                self._cache.reset()
+                return self._cache
+        length = -(-length // _CACHE_STEP) * _CACHE_STEP
+        self._cache = None  # frees its memory before the next one takes as much
+        self._cache = StaticCache(config=self._model.config, max_cache_len=length)
+        self._cache_shape = (rows, length)
+        return self._cache
 
 
-def _sampling(temperature: float) -> dict[str, object]:
-    """Plain sampling or greedy, whatever the model's own generation defaults are."""
-    if temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+class _Decoding:
+    """One batch under way: prefill, then a token a row and pass."""
+
+    def __init__(
+        self, model: PreTrainedModel, cache: StaticCache, token_ids: Tensor, is_prompt: Tensor,
+        step: Callable,
+    ) -> None:  # fmt: skip
+        self._model, self._cache, self._step = model, cache, step
+        self._token_ids, self._is_prompt = token_ids, is_prompt
+        self._positions = is_prompt.sum(-1, keepdim=True) - 1  # [rows, 1], of the last token seen
+        num_behind = cache.get_max_length() - token_ids.shape[1]
+        # Slots behind the prompt are open to all; causality keeps them shut until they are filled.
+        self._mask = torch.nn.functional.pad(is_prompt, (0, num_behind), value=1)
+
+    def start(self) -> Tensor:
+        """Run the prompts; return the logits [rows, V] behind them."""
+        return self._model(
+            input_ids=self._token_ids,
+            attention_mask=self._is_prompt,
+            position_ids=(self._is_prompt.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def go_on(self, token_ids: Tensor) -> Tensor:
+        """Run one token [rows] more; return the logits [rows, V] behind it."""
+        self._positions = self._positions + 1
+        return self._step(
+            input_ids=token_ids[:, None],
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
 
 
-def _end_ids(model: PreTrainedModel) -> set[int]:
+def end_of_turn_ids(model: PreTrainedModel) -> set[int]:
     """Collect the ids that end a turn; the tokenizer's own eos may be another one."""
     found: set[int] = set()
     for config in (model.generation_config, model.config.get_text_config()):
@@ -86,11 +176,18 @@ def _end_ids(model: PreTrainedModel) -> set[int]:
     return found
 
 
-def _pad_left(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut(row: list[int], ends: set[int], limit: int) -> Answer:
+    row = row[:limit]
+    stop = next((i for i, token in enumerate(row) if token in ends), None)
+    return Answer(row, "length") if stop is None else Answer(row[: stop + 1], "stop")
+
+
+def _pad_left(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and, for each, 1 where it is the prompt's: both [rows, longest] int64."""
     width = max(len(ids) for ids in prompts)
     token_ids = torch.full((len(prompts), width), pad)
-    attention_mask = torch.zeros_like(token_ids)
+    is_prompt = torch.zeros_like(token_ids)
     for row, ids in enumerate(prompts):
         token_ids[row, width - len(ids) :] = torch.tensor(ids)
-        attention_mask[row, width - len(ids) :] = 1
-    return token_ids, attention_mask
+        is_prompt[row, width - len(ids) :] = 1
+    return token_ids, is_prompt
