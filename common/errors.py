@@ -16,6 +16,7 @@
       RowRejectedError         a sample that cannot be used; carries the reason it is counted under
       CheckpointError          a checkpoint that is missing, partial or of another shape
       PeerLostError            a peer's heartbeat is gone
+      AnswerError              answers that a server did not give; starting again asks again
 
 Ring full, ring empty, a timeout, the end of the stream and a late release are values.
 Messages read: what failed, on which id, got X expected Y, what to do.
@@ -84,6 +85,7 @@ class RowRejectedError(RingdraftError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
 
 
 class CheckpointError(RingdraftError):
@@ -92,3 +94,7 @@ class CheckpointError(RingdraftError):
 
 class PeerLostError(RingdraftError):
     """A peer's heartbeat is gone."""
+
+
+class AnswerError(RingdraftError):
+    """Answers that could not be had from a server; starting again asks for them again."""

@@ -1,4 +1,4 @@
-"""Prompts to be answered: conversations whose assistant turns are all to be written anew.
+"""Prompts to be answered: conversations whose assistant turns are all written anew.
 
 Turns are written in order, each behind the answers before it. A conversation ends early where an
 answer does not end by itself, for what follows would answer something else, and with the first
@@ -6,7 +6,6 @@ turn that called tools: the results behind it belong to that other call.
 """
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,7 @@ import xxhash
 from common.errors import ConfigError, RowRejectedError
 
 Message = dict[str, Any]
-_TOOL_KEYS = ("tool_calls", "function_call")
-_log = logging.getLogger(__name__)
+_REPLACED_KEYS = ("id", "messages", "prompt", "tools", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -37,57 +35,43 @@ class Dialogue:
 
     id: str
     messages: list[Message]
-    """What is written so far; ends with the turn that asks."""
-    ahead: list[Message]
-    """What the input has behind that; its assistant turns only say where one is to be written."""
+    """What is written so far; the last one asks for an answer, or is the last answer."""
+    ahead: list[list[Message]]
+    """What the input says behind each further answer."""
     tools: list[Any]
     """Tools that the assistant may call, in OpenAI's form."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other keys of the input, such as tag."""
     finish_reason: str = ""
     num_tokens: int = 0
+    turn: int = 0
+    """Answers written so far."""
 
     @property
     def is_done(self) -> bool:
         """Whether no further turn is to be written."""
-        return self.messages[-1]["role"] == "assistant" and not self.ahead
-
-    @property
-    def turn(self) -> int:
-        """Ordinal of the assistant turn that is next, from 0."""
-        return sum(message["role"] == "assistant" for message in self.messages)
+        return bool(self.finish_reason) and self.messages[-1]["role"] == "assistant"
 
     def take(self, reply: Reply) -> None:
-        """Add the answer to the turn that asks, and what the input says behind it."""
+        """Add an answer, and what the input says behind it."""
         self.messages.append(reply.message)
         self.finish_reason = reply.finish_reason
         self.num_tokens += reply.num_tokens
-        if reply.finish_reason != "stop":
-            self.ahead = []
-        self._go_to_next_turn()
+        self.turn += 1
+        if reply.finish_reason == "stop" and self.ahead:
+            self.messages += self.ahead.pop(0)
 
     def record(self) -> dict[str, Any]:
         """Return the line to be written."""
         tools = {"tools": self.tools} if self.tools else {}
-        return self.extra | {
-            "id": self.id, "messages": self.messages, **tools, "finish_reason": self.finish_reason
-        }  # fmt: skip
-
-    def _go_to_next_turn(self) -> None:
-        """Move what does not need an answer from `ahead` to `messages`."""
-        while self.ahead:
-            message = self.ahead.pop(0)
-            if message["role"] == "assistant":
-                if any(message.get(key) for key in _TOOL_KEYS):
-                    self.ahead = []
-                return
-            self.messages.append(message)
+        return {"id": self.id, "messages": self.messages, **tools, **self.extra,
+                "finish_reason": self.finish_reason}  # fmt: skip
 
 
 def read_dialogues(path: Path) -> Iterator[Dialogue | RowRejectedError]:
-    """Yield each usable line of a JSONL file, and why a line is not; raise `ConfigError` for no file.
+    """Yield each usable line of a JSONL file, or what is wrong with it and where.
 
-    A line without an id gets a hash of what it asks; of two lines with one id the first counts.
+    A line without an id gets a hash of its messages; of two lines with one id the first counts.
     """
     if not path.is_file():
         raise ConfigError(f"regeneration.prompts={str(path)!r}: no such file; give a JSONL file")
@@ -98,11 +82,11 @@ def read_dialogues(path: Path) -> Iterator[Dialogue | RowRejectedError]:
                 continue
             try:
                 dialogue = parse_dialogue(line)
-                if dialogue.id in seen:
-                    raise RowRejectedError("same_id", f"{dialogue.id!r} came before")
             except RowRejectedError as error:
-                _log.debug("%s line %d skipped: %s", path, number, error)
                 yield RowRejectedError(error.reason, f"line {number}")
+                continue
+            if dialogue.id in seen:
+                yield RowRejectedError("same_id", f"line {number}")
                 continue
             seen.add(dialogue.id)
             yield dialogue
@@ -112,27 +96,42 @@ def parse_dialogue(line: bytes) -> Dialogue:
     """Return a line's conversation up to the first turn to be written, or `RowRejectedError`."""
     try:
         row = json.loads(line)
-        messages = row["messages"] if "messages" in row else [_question(row["prompt"])]
-        roles = [message["role"] for message in messages]
-    except (ValueError, KeyError, TypeError) as error:
+        messages = row["messages"] if "messages" in row else _as_messages(row["prompt"])
+        segments = _segments(messages)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RowRejectedError("not_json", "no JSON object with messages or a prompt") from error
-    if "user" not in roles:
+    if not segments:
         raise RowRejectedError("no_user_turn", "nothing in it asks for an answer")
-    # Greetings before the first question are the assistant's, but nobody asked for them.
-    first = roles.index("user")
-    last = len(roles) - roles[::-1].index("user")
-    asked = [*messages[first:last], *_answers_behind(messages[last:])]
-    opening = [m for m in messages[:first] if m["role"] != "assistant"]
     key = row.get("id")
     if key is None:
-        key = xxhash.xxh3_64_hexdigest(json.dumps(messages[:last]).encode())
-    kept = {k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "finish_reason", "tools")}
-    dialogue = Dialogue(str(key), opening, asked, row.get("tools") or [], kept)
-    dialogue._go_to_next_turn()
-    return dialogue
+        key = xxhash.xxh3_64_hexdigest(json.dumps(segments).encode())
+    extra = {name: value for name, value in row.items() if name not in _REPLACED_KEYS}
+    return Dialogue(str(key), segments[0], segments[1:], row.get("tools") or [], extra)
 
 
-def _question(prompt: Any) -> Message:
-    if not isinstance(prompt, str):
-        raise TypeError
-    return {"role": "user", "content": prompt}
+def _as_messages(prompt: Any) -> list[Message]:
+    """Return a prompt that is a text, or a list of messages, as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _segments(messages: list[Message]) -> list[list[Message]]:
+    """Return the messages before each turn that is to be written, assistant turns left out.
+
+    An assistant turn before the first question is no answer, and one that follows another belongs
+    to the same answer.
+    """
+    segments: list[list[Message]] = []
+    pending: list[Message] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            pending.append(message)
+        elif _asks(pending):
+            segments.append(pending)
+            pending = []
+            if message.get("tool_calls"):
+                return segments
+    return [*segments, pending] if _asks(pending) else segments
+
+
+def _asks(messages: list[Message]) -> bool:
+    return any(message["role"] == "user" for message in messages)

@@ -114,10 +114,10 @@ class AnswerWriter:
 
     def _empty_cache(self, rows: int, length: int) -> StaticCache:
         """Return the cache of the batch before where it fits, or else a larger one."""
-        if self._cache is not None and self._cache_shape[0] == rows:
-            if self._cache_shape[1] >= length:
-                self._cache.reset()
-                return self._cache
+        fits = self._cache_shape[0] == rows and self._cache_shape[1] >= length
+        if self._cache is not None and fits:
+            self._cache.reset()
+            return self._cache
         length = -(-length // _CACHE_STEP) * _CACHE_STEP
         self._cache = None  # frees its memory before the next one takes as much
         self._cache = StaticCache(config=self._model.config, max_cache_len=length)

@@ -1,18 +1,25 @@
 """The target answers each prompt once, as plain greedy decoding would, over any number of kills."""
 
 import json
+import random
+import signal
 import threading
+import time
 
 import pytest
-import torch
 
 from common.config.loading import load
 from common.config.shared import TargetTable
 from common.errors import ConfigError
+from common.target.chat import render_prompt
 from common.target.loading import load_target, load_tokenizer
-from services.target_server.generation import AnswerWriter
-from services.target_server.regenerate import RegenerateConfig, run
+from services.target_server.regenerate import run
+from services.target_server.regeneration_config import RegenerateConfig
+from services.target_server.target_answers import _message
+from tests.bad_server import serving
+from tests.runs import start
 from tests.targets import make_tiny_target
+from tests.unit.test_generation import greedy
 
 MAX_NEW_TOKENS = 6
 
@@ -20,11 +27,6 @@ MAX_NEW_TOKENS = 6
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return make_tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def model(target):
-    return load_target(TargetTable(model=str(target), dtype="float32"), "cpu")
 
 
 def prompt(number):
@@ -41,49 +43,64 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def regenerate(target, folder, stop=None, **settings):
-    values = {"batch_size": 2, "max_new_tokens": MAX_NEW_TOKENS} | settings
-    assignments = [
+def assignments(target, folder, **generation):
+    values = {"batch_size": 2, "max_new_tokens": MAX_NEW_TOKENS} | generation
+    return [
         f"target.model={target}", "target.dtype=float32",
         f"regeneration.prompts={folder / 'prompts.jsonl'}",
         f"regeneration.output={folder / 'output.jsonl'}",
-        *(f"regeneration.{key}={value}" for key, value in values.items()),
+        *(f"generation.{key}={value}" for key, value in values.items()),
     ]  # fmt: skip
-    run(load(RegenerateConfig, [], assignments, {}), stop or threading.Event())
+
+
+def regenerate(target, folder, stop=None, **generation):
+    config = load(RegenerateConfig, [], assignments(target, folder, **generation), {})
+    run(config, stop or threading.Event())
     return read(folder / "output.jsonl")
 
 
-def greedy(model, token_ids, length):
-    written = []
-    for _ in range(length):
-        with torch.no_grad():
-            logits = model(torch.tensor([token_ids + written]), use_cache=False).logits
-        written.append(logits[0, -1].argmax().item())
-    return written
+def test_every_turn_is_what_plain_decoding_writes_behind_the_answers_before_it(target, tmp_path):
+    two = [
+        prompt(1)["messages"][0],
+        {"role": "assistant", "content": "OLD"},
+        prompt(5)["messages"][0],
+    ]
+    write(tmp_path / "prompts.jsonl", [{"id": "two", "messages": two}, *map(prompt, range(5))])
+    rows = {row["id"]: row for row in regenerate(target, tmp_path, batch_size=4)}
+    assert set(rows) == {"two", *(f"p{number}" for number in range(5))}
+    model = load_target(TargetTable(model=str(target), dtype="float32"), "cpu")
+    tokenizer = load_tokenizer(TargetTable(model=str(target)))
+    for row in rows.values():
+        for place, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                ids = greedy(
+                    model, render_prompt(tokenizer, row["messages"][:place], {}), MAX_NEW_TOKENS
+                )
+                assert message["content"] == tokenizer.decode(ids, skip_special_tokens=True)
+        is_cut = row["finish_reason"] == "length"
+        assert len(row["messages"]) == (4 if row["id"] == "two" and not is_cut else 2)
 
 
-def test_every_prompt_is_answered_with_its_messages_kept(target, tmp_path):
-    write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(5)])
-    rows = regenerate(target, tmp_path)
-    assert {row["id"] for row in rows} == {f"p{number}" for number in range(5)}
-    for row in rows:
-        assert row["messages"][:-1] == prompt(int(row["id"][1:]))["messages"]
-        assert row["messages"][-1]["role"] == "assistant"
-        assert row["finish_reason"] in ("stop", "length")
-
-
-def test_killed_run_goes_on_without_duplicates(target, tmp_path):
+def test_a_last_line_that_a_kill_tore_is_cut_off(target, tmp_path):
     write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(3)])
     before = regenerate(target, tmp_path)
     with (tmp_path / "output.jsonl").open("a") as output:
-        output.write('{"id": "p3", "messages": [{"role": "us')  # where a kill cut the line
+        output.write('{"id": "p3", "messages": [{"role": "us' + "x" * 200_000)
     write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(7)])
     rows = regenerate(target, tmp_path)
     assert rows[:3] == before
     assert sorted(row["id"] for row in rows) == [f"p{number}" for number in range(7)]
 
 
-def test_stopped_run_has_whole_batches_and_a_finished_one_writes_nothing(target, tmp_path):
+def test_a_file_that_no_run_wrote_is_refused_as_it_is(target, tmp_path):
+    write(tmp_path / "prompts.jsonl", [prompt(0)])
+    (tmp_path / "output.jsonl").write_text("notes\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        regenerate(target, tmp_path)
+    assert (tmp_path / "output.jsonl").read_text() == "notes\n"
+
+
+def test_stopped_run_writes_nothing_more_and_a_finished_one_nothing_twice(target, tmp_path):
     write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(5)])
     stop = threading.Event()
     stop.set()
@@ -92,16 +109,18 @@ def test_stopped_run_has_whole_batches_and_a_finished_one_writes_nothing(target,
     assert regenerate(target, tmp_path) == rows
 
 
-def test_unusable_lines_are_left_out_and_old_answers_written_anew(target, tmp_path):
-    answered = prompt(1)
-    answered["messages"] = [*answered["messages"], {"role": "assistant", "content": "OLD"}]
+def test_unusable_lines_are_counted_and_left_out(target, tmp_path):
     no_user = {"id": "s", "messages": [{"role": "system", "content": "a"}]}
+    long = {"id": "l", "messages": [{"role": "user", "content": "x" * 600}]}
     nameless = {"messages": prompt(2)["messages"]}
-    write(tmp_path / "prompts.jsonl", [answered, "{", no_user, nameless, prompt(1), ""])
-    first, second = regenerate(target, tmp_path)
-    assert first["id"] == "p1"
-    assert "OLD" not in json.dumps(first)
-    assert len(second["id"]) == 16
+    lines = [prompt(1), "{", "[]", no_user, nameless, prompt(1), "", long]
+    write(tmp_path / "prompts.jsonl", lines)
+    config = load(RegenerateConfig, [], assignments(target, tmp_path), {})
+    summary = run(config, threading.Event())
+    ids = [row["id"] for row in read(tmp_path / "output.jsonl")]
+    assert "p1" in ids
+    assert sorted(map(len, ids)) == [2, 16]
+    assert summary["skipped"] == {"not_json": 2, "no_user_turn": 1, "same_id": 1, "too_long": 1}
 
 
 def test_missing_prompts_are_a_config_error(target, tmp_path):
@@ -119,40 +138,79 @@ def test_two_runs_cannot_write_one_output(target, tmp_path):
             regenerate(target, tmp_path)
 
 
-def test_batched_greedy_answers_equal_plain_decoding(target, model):
-    tokenizer = load_tokenizer(TargetTable(model=str(target)))
-    prompts = [list(range(10, 10 + length)) for length in (3, 9, 5)]
-    writer = AnswerWriter(
-        model, tokenizer, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, seed=0
-    )  # fmt: skip
-    for ids, answer in zip(prompts, writer.answer(prompts), strict=True):
-        expected = tokenizer.decode(greedy(model, ids, MAX_NEW_TOKENS), skip_special_tokens=True)
-        assert answer.content == expected
-        assert (answer.finish_reason, answer.num_tokens) == ("length", MAX_NEW_TOKENS)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "hm"}),
+        ("hm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "hm"}),
+        ("<think>\n\n</think>\n\nyes", {"content": "<think>\n\n</think>\n\nyes"}),
+        ("yes", {"content": "yes"}),
+    ],
+)
+def test_reasoning_is_split_off_where_the_template_knows_it(text, expected):
+    assert _message(text, splits_reasoning=True) == {"role": "assistant"} | expected
+    assert _message(text, splits_reasoning=False)["content"] == text
 
 
-def test_answer_ends_at_the_end_of_turn(target):
-    model = load_target(TargetTable(model=str(target), dtype="float32"), "cpu")
-    tokenizer = load_tokenizer(TargetTable(model=str(target)))
-    ids = list(range(10, 20))
-    written = greedy(model, ids, MAX_NEW_TOKENS)
-    end = next(token for token in written if token != written[0])
-    model.generation_config.eos_token_id = [end]
-    writer = AnswerWriter(
-        model, tokenizer, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, seed=0
-    )  # fmt: skip
-    (answer,) = writer.answer([ids])
-    length = written.index(end)
-    assert answer.content == tokenizer.decode(written[:length], skip_special_tokens=True)
-    assert (answer.finish_reason, answer.num_tokens) == ("stop", length + 1)
+def kill_at_random(command, folder, chooser, kills):
+    """Start the real process and SIGKILL it after random times, then let it end; count deaths."""
+    died = 0
+    for number in range(kills + 1):
+        process = start(*command, log=folder / f"{number}.log")
+        if number < kills:
+            size = (folder / "output.jsonl").stat().st_size if died else 0
+            wanted = size + chooser.randrange(1, 400)
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                path = folder / "output.jsonl"
+                if path.exists() and path.stat().st_size >= wanted:
+                    time.sleep(chooser.random() * 0.02)
+                    break
+            process.kill()
+        died += process.wait(60) == -signal.SIGKILL
+    assert process.returncode == 0, (folder / f"{kills}.log").read_text()
+    return died
 
 
-def test_sampled_answers_follow_the_seed(target, model):
-    tokenizer = load_tokenizer(TargetTable(model=str(target)))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_against_a_bad_server_killed_at_random_yields_the_same_set(
+    tmp_path, seed, monkeypatch
+):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(150)])
+    chooser = random.Random(seed)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    with serving(tmp_path, "slow", "slow") as address:
+        for folder in (whole, killed):
+            folder.mkdir()
+            command = ["services.target_server.regenerate"]
+            for setting in (f"regeneration.prompts={tmp_path / 'prompts.jsonl'}",
+                            f"regeneration.output={folder / 'output.jsonl'}",
+                            f"regeneration.server={address}", "regeneration.concurrency=8"):  # fmt: skip
+                command += ["--set", setting]
+            kills = 0 if folder == whole else 4
+            died = kill_at_random(command, folder, chooser, kills)
+    assert died >= 2, "the kills came too late to mean anything"
+    check_same(whole, killed)
 
-    def answers(seed):
-        writer = AnswerWriter(model, tokenizer, max_new_tokens=20, temperature=2.0, seed=seed)
-        return [answer.content for answer in writer.answer([[10, 11, 12]])]
 
-    assert answers(1) == answers(1)
-    assert answers(1) != answers(2)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_of_the_target_killed_at_random_yields_the_same_set(target, tmp_path, seed):
+    """Sampled answers too: each is drawn from a seed of its own."""
+    chooser = random.Random(seed)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+        write(folder / "prompts.jsonl", [prompt(number) for number in range(120)])
+        command = ["services.target_server.regenerate"]
+        for setting in assignments(target, folder, temperature=1.0, max_new_tokens=24):
+            command += ["--set", setting]
+        died = kill_at_random(command, folder, chooser, 0 if folder == whole else 2)
+    assert died >= 1, "the kills came too late to mean anything"
+    check_same(whole, killed)
+
+
+def check_same(whole, killed):
+    expected, found = read(whole / "output.jsonl"), read(killed / "output.jsonl")
+    assert len(expected) == len(found) == len({row["id"] for row in found})
+    assert sorted(found, key=lambda row: row["id"]) == sorted(expected, key=lambda row: row["id"])

@@ -1,0 +1,234 @@
+"""Answers from a server over real sockets, whatever the server does on the way."""
+
+import json
+import threading
+
+import pytest
+
+from common.config.loading import load
+from common.errors import AnswerError, ConfigError
+from services.target_server.chat_client import _retry_after
+from services.target_server.regenerate import run
+from services.target_server.regeneration_config import RegenerateConfig
+from tests.bad_server import answer_to, requests_in, serving
+
+MENDED = ("429", "500", "503", "reset", "malformed", "no_choices", "truncated", "slow")
+
+
+@pytest.fixture(autouse=True)
+def no_key_and_no_proxy(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def old(text="OLD", **keys):
+    return {"role": "assistant", "content": text, **keys}
+
+
+def prompts_file(folder, conversations):
+    lines = [json.dumps({"id": key, "messages": m}) for key, m in conversations.items()]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def regenerate(folder, address, *settings):
+    assignments = [
+        f"regeneration.server={address}",
+        f"regeneration.prompts={folder / 'prompts.jsonl'}",
+        f"regeneration.output={folder / 'output.jsonl'}",
+        "regeneration.backoff_seconds=0.01",
+        "regeneration.concurrency=4",
+        *settings,
+    ]
+    summary = run(load(RegenerateConfig, [], assignments, {}), threading.Event())
+    return read(folder / "output.jsonl"), summary
+
+
+def read(path):
+    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def many(count=12):
+    return {f"p{number}": [user(f"question {number}")] for number in range(count)}
+
+
+def test_every_fault_that_passes_is_waited_out(tmp_path):
+    prompts_file(tmp_path, many())
+    with serving(tmp_path, *MENDED) as address:
+        rows, summary = regenerate(tmp_path, address, "regeneration.max_attempts=9")
+    for key, messages in many().items():
+        assert rows[key]["messages"] == [*messages, answer_to(messages)[0]]
+    assert summary["answered"] == len(rows) == 12
+    assert summary["tokens"] == 5 * 12
+    assert summary["finish_reasons"] == {"stop": 12}
+    asked = requests_in(tmp_path)
+    assert {entry["fault"] for entry in asked} == set(MENDED)
+    assert len(asked) == 12 * len(MENDED), "the slow one is an answer"
+
+
+def test_a_retry_after_holds_back_every_request(tmp_path):
+    prompts_file(tmp_path, many(1))
+    with serving(tmp_path, "wait_429") as address:
+        regenerate(tmp_path, address)
+    first, second = requests_in(tmp_path)
+    assert second["at"] - first["at"] >= 1.0
+
+
+def test_retry_after_has_seconds_or_a_date():
+    assert _retry_after("2.5") == 2.5
+    assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert _retry_after("Wed, 21 Oct 2099 07:28:00 GMT") > 1e9
+    assert [_retry_after(text) for text in ("", "soon", "-1", "nan", "inf")] == [0] * 5
+
+
+def test_an_answer_that_takes_too_long_is_asked_for_again(tmp_path):
+    prompts_file(tmp_path, many(2))
+    with serving(tmp_path, "hang") as address:
+        rows, _ = regenerate(tmp_path, address, "regeneration.timeout_seconds=0.5")
+    assert len(rows) == 2
+    assert [entry["fault"] for entry in requests_in(tmp_path)].count("hang") == 2
+
+
+def test_turns_are_written_in_order_each_behind_the_answers_before_it(tmp_path):
+    system = {"role": "system", "content": "be kind"}
+    messages = [system, old("greeting"), user("one"), old(), old("again"), user("two"), old()]
+    prompts_file(tmp_path, {"m": messages})
+    with serving(tmp_path) as address:
+        rows, _ = regenerate(tmp_path, address)
+    first = [system, user("one")]
+    second = [*first, answer_to(first)[0], user("two")]
+    assert rows["m"]["messages"] == [*second, answer_to(second)[0]]
+    assert [entry["body"]["messages"] for entry in requests_in(tmp_path)] == [first, second]
+
+
+def test_a_turn_that_was_cut_or_that_calls_a_tool_ends_the_conversation(tmp_path):
+    calls = old(None, tool_calls=[{"function": {"name": "old"}}])
+    tool = {"role": "tool", "content": "42"}
+    prompts_file(tmp_path, {
+        "cut": [user("length"), old(), user("two"), old()],
+        "tool": [user("tool_calls"), calls, tool, old()],
+        "talk": [user("no call"), calls, tool, old()],
+    })  # fmt: skip
+    with serving(tmp_path) as address:
+        rows, _ = regenerate(tmp_path, address)
+    reasons = {key: row["finish_reason"] for key, row in rows.items()}
+    assert reasons == {"cut": "length", "tool": "tool_calls", "talk": "stop"}
+    assert {len(row["messages"]) for row in rows.values()} == {2}
+    assert rows["tool"]["messages"][-1]["tool_calls"][0]["function"]["name"] == "look"
+    assert rows["tool"]["messages"][-1]["content"] == ""
+
+
+def test_reasoning_is_kept_under_one_name(tmp_path):
+    prompts_file(tmp_path, {"a": [user("think")], "b": [user("reason")], "c": [user("plain")]})
+    with serving(tmp_path) as address:
+        rows, _ = regenerate(tmp_path, address)
+    found = {key: row["messages"][-1].get("reasoning_content") for key, row in rows.items()}
+    assert found == {"a": "thought of think", "b": "reasoned on reason", "c": None}
+
+
+def test_finish_reasons_that_are_not_kept_go_to_a_file_beside_it_and_are_not_asked_again(tmp_path):
+    asked = {"a": [user("length")], "b": [user("content_filter")], "c": [user("plain")]}
+    prompts_file(tmp_path, asked)
+    settings = ('regeneration.keep_finish_reasons=["stop"]',)
+    with serving(tmp_path) as address:
+        rows, summary = regenerate(tmp_path, address, *settings)
+        _, again = regenerate(tmp_path, address, *settings)
+    assert set(rows) == {"c"}
+    assert set(read(tmp_path / "output.jsonl.left_out")) == {"a", "b"}
+    assert summary["finish_reasons"] == {"length": 1, "content_filter": 1, "stop": 1}
+    assert again["answered"] == 0
+    assert again["answered_before"] == 3
+    assert len(requests_in(tmp_path)) == 3
+
+
+def test_tools_tags_and_settings_travel(tmp_path):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    row = {"id": "a", "prompt": "plain", "tools": tools, "tag": 3}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    with serving(tmp_path) as address:
+        rows, _ = regenerate(
+            tmp_path, address, "generation.temperature=0.7", "generation.top_p=0.8",
+            "generation.top_k=20", "generation.max_new_tokens=77", "target.model=unused",
+            "target.chat_template_kwargs.enable_thinking=false", "regeneration.request.min_p=0.1",
+        )  # fmt: skip
+    body = requests_in(tmp_path)[0]["body"]
+    assert 0 <= body.pop("seed") < 1 << 31
+    assert body == {
+        "model": "the-model", "messages": [user("plain")], "tools": tools, "temperature": 0.7,
+        "top_p": 0.8, "top_k": 20, "max_tokens": 77, "min_p": 0.1,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    assert rows["a"]["tools"] == tools
+    assert rows["a"]["tag"] == 3
+
+
+def test_a_refused_conversation_is_counted_and_the_run_goes_on(tmp_path):
+    prompts_file(tmp_path, many(3))
+    with serving(tmp_path, "400") as address:
+        rows, summary = regenerate(tmp_path, address)
+    assert rows == {}
+    assert summary["skipped"] == {"refused_400": 3}
+
+
+def test_a_server_that_refuses_all_ends_the_run(tmp_path):
+    prompts_file(tmp_path, many(40))
+    with serving(tmp_path, "422") as address, pytest.raises(ConfigError, match=r"fault 422"):
+        regenerate(tmp_path, address)
+    assert len(requests_in(tmp_path)) < 40
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("401", ["401", "environment variable OPENAI_API_KEY"]),
+        ("403", ["403", "api_key_variable"]),
+        ("404", ["404", "/v1/chat/completions", "the-model", "regeneration.server_model"]),
+        ("307", ["redirects", "that address itself"]),
+    ],
+)
+def test_what_no_repetition_mends_ends_the_run_at_once(tmp_path, fault, words):
+    prompts_file(tmp_path, many(1))
+    with serving(tmp_path, fault) as address, pytest.raises(ConfigError) as caught:
+        regenerate(tmp_path, address)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(requests_in(tmp_path)) == 1
+
+
+def test_the_key_comes_from_the_environment_and_is_shown_nowhere(tmp_path, monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key\n")
+    prompts_file(tmp_path, many(1))
+    with serving(tmp_path, "500", "401") as address, pytest.raises(ConfigError) as caught:
+        regenerate(tmp_path, address)
+    assert {entry["key"] for entry in requests_in(tmp_path)} == {"Bearer secret-key"}
+    assert "secret-key" not in str(caught.value) + caplog.text
+
+
+def test_a_server_that_is_gone_ends_the_run_and_what_was_answered_stays(tmp_path):
+    prompts_file(tmp_path, many(3))
+    with serving(tmp_path) as address:
+        regenerate(tmp_path, address)
+    prompts_file(tmp_path, many(50))
+    with pytest.raises(AnswerError, match="no answer in 2 attempts"):
+        regenerate(tmp_path, address, "regeneration.max_attempts=2",
+                   "regeneration.server_model=the-model")  # fmt: skip
+    assert len(read(tmp_path / "output.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["regeneration.server=http://a:b@host"], "a user or a password"),
+        (["regeneration.server=host:80"], "http://127.0.0.1:8000"),
+        (['regeneration.server=""'], "nobody to answer"),
+        (["regeneration.api_key_variable=RINGDRAFT_KEY"], "records"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(tmp_path, settings, words):
+    prompts_file(tmp_path, many(1))
+    with pytest.raises(ConfigError, match=words):
+        regenerate(tmp_path, "http://127.0.0.1:1", *settings)
