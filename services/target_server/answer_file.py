@@ -30,7 +30,7 @@ class AnswerFile:
         self._synced_at = time.monotonic()
         try:
             self._lock()
-            _cut_torn_line(self._file.fileno())
+            cut_torn_line(self._file.fileno())
             self.ids = set(self._read_ids())
         except BaseException:
             self._file.close()
@@ -82,7 +82,7 @@ class AnswerFile:
                     ) from error
 
 
-def _cut_torn_line(fd: int) -> None:
+def cut_torn_line(fd: int) -> None:
     """Cut off what lies behind the last newline."""
     end = os.fstat(fd).st_size
     position = end

@@ -33,11 +33,14 @@ from common.target.loading import (
     resolve_target_layer_ids,
 )
 from services.target_server.announcer import Announcer
+from services.target_server.answered_rows import AnsweredRows, Prompts
 from services.target_server.capture import Capture
 from services.target_server.checks import check_target
 from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations, manifest_of, mask_options
 from services.target_server.cursors import Cursors
+from services.target_server.generation import AnswerWriter
+from services.target_server.recipe_journal import RecipeJournal
 from services.target_server.recipes import RecipeBook
 from services.target_server.row_stream import RowStream
 from services.target_server.server import TargetServer
@@ -66,9 +69,11 @@ def open_server(
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
     tokenizer = load_tokenizer(config.target)
     kwargs = config.target.chat_template_kwargs
-    conversations = Conversations(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
+    kind = Prompts if config.data.source == "prompts" else Conversations
+    conversations = kind(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
     trial = RowStream(conversations, config.data)
-    total_rows = trial.count_rows()
+    # How many rows answers will fill is not known before they are written.
+    total_rows = None if kind is Prompts else trial.count_rows()
     model = load_target(config.target, run.device)
     tap = FeatureTap(model, layer_ids)
     checks = check_target(model, tap, next(trial.rows()), is_float8=is_float8)
@@ -77,10 +82,16 @@ def open_server(
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
-    stream, recipes = open_recipes(config, conversations, ring, shard)
+    stream: RowStream | AnsweredRows
+    if isinstance(conversations, Prompts):
+        writer = AnswerWriter(model, config.generation, tap)
+        stream = answered_rows(config, shard, conversations, writer, stack, stop)
+    else:
+        cursors = Cursors(run.directory / "cursors" / f"target-{shard.index}", ring.settled_below)
+        stream = RowStream(conversations, config.data, cursors)
     return TargetServer(
         target=str(config.target.model),
-        recipes=recipes,
+        recipes=open_recipes(config, stream, ring, shard),
         capture=Capture(model, tap, ring.layout, is_packed=checks.is_packed),
         announcer=stack.enter_context(Announcer()),
         ring=ring,
@@ -122,15 +133,34 @@ def open_ring(
 
 
 def open_recipes(
-    config: TargetServerConfig, conversations: Conversations, ring: RingOwner, shard: Shard
-) -> tuple[RowStream, RecipeBook]:
+    config: TargetServerConfig, stream: RowStream | AnsweredRows, ring: RingOwner, shard: Shard
+) -> RecipeBook:
     """Say what the run trains on; begin with the first row of the ring that is not settled."""
-    directory = config.run.directory
-    write_atomically(directory / DATA_MANIFEST, manifest_of(config.data).model_dump_json())
-    cursors = Cursors(directory / "cursors" / f"target-{shard.index}", ring.settled_below)
-    stream = RowStream(conversations, config.data, cursors)
+    manifest = manifest_of(config.data).model_dump_json()
+    write_atomically(config.run.directory / DATA_MANIFEST, manifest)
     start = ring.settled_below()
-    return stream, RecipeBook(stream.rows(start, shard), ring, start)
+    return RecipeBook(stream.rows(start, shard), ring, start)
+
+
+def answered_rows(
+    config: TargetServerConfig,
+    shard: Shard,
+    prompts: Prompts,
+    writer: AnswerWriter,
+    stack: contextlib.ExitStack,
+    stop: threading.Event,
+) -> AnsweredRows:
+    """Return rows that the target answers, with the journal in the run's directory."""
+    path = config.run.directory / "recipes" / f"target-{shard.index}.jsonl"
+    return AnsweredRows(
+        prompts,
+        writer,
+        config.data,
+        max_new_tokens=config.generation.max_new_tokens,
+        seed=config.run.seed,
+        journal=stack.enter_context(RecipeJournal(path, prompts.fingerprint, shard)),
+        stop=stop,
+    )
 
 
 def make_schema(

@@ -12,6 +12,7 @@ from common.config.shared import (
     TargetTable,
 )
 from services.target_server.data_config import DataTable
+from services.target_server.generation_config import GenerationTable
 
 
 class TargetServerConfig(Table):
@@ -20,6 +21,7 @@ class TargetServerConfig(Table):
     run: RunTable = RunTable()
     target: TargetTable
     data: DataTable
+    generation: GenerationTable = GenerationTable()
     ring: RingTable = RingTable()
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()

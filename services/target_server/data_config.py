@@ -52,6 +52,8 @@ class SourceTable(Table):
 class DataTable(Table):
     """[data]: which conversations to read and how to pack them into rows."""
 
+    source: Literal["conversations", "prompts"] = "conversations"
+    """Whether the answers are in the files, or the target writes them as the run goes ([generation])."""
     path: ExistingPath | None = None
     """The one file or folder of conversations; with several, `sources` takes its place."""
     sources: tuple[SourceTable, ...] = ()
@@ -103,6 +105,16 @@ class DataTable(Table):
                 "data.train_only_last_turn=true and data.one_row_a_turn=true exclude one another: "
                 "a sample a turn supervises that turn alone; set one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_have_one_answer(self) -> "DataTable":
+        for key in ("train_only_last_turn", "one_row_a_turn", "allow_full_mask"):
+            if self.source == "prompts" and getattr(self, key):
+                raise ValueError(
+                    f'data.{key}=true does nothing with data.source="prompts", where the answer that '
+                    f"the target writes is all that is supervised; leave it out"
+                )
         return self
 
     @property

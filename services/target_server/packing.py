@@ -7,7 +7,7 @@ A sample is never split and rows never mix data epochs. The result is a function
 and their order alone, so that after a restart the same sequence names the same row.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -50,6 +50,15 @@ class PackedRow:
     position_ids: np.ndarray  # [T] int32, from 0 in each document and once more in the padding
     loss_mask: np.ndarray  # [T] uint8
     used_tokens: int
+
+
+@dataclass(frozen=True)
+class RecordedRow:
+    """A row that an earlier process published and that is made again only where it is wanted."""
+
+    sequence: int
+    make: Callable[[], PackedRow | None]
+    """Returns the row, or None where a stop is asked for first."""
 
 
 class Sized(Protocol):

@@ -16,7 +16,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Counts finished items and tokens, and shows both with tokens a second."""
 
-    def __init__(self, name: str, total: int) -> None:
+    def __init__(self, name: str, total: int | None) -> None:
+        """`total` is None where nobody knows it."""
         self._name, self._total = name, total
         self._items = self._tokens = 0
         self._start = self._last_line = time.monotonic()
@@ -54,8 +55,8 @@ class Progress:
     def _write_line(self) -> None:
         self._last_line = time.monotonic()
         _log.info(
-            "%s: %d of %d, %d tokens, %.0f tokens/s",
-            self._name, self._items, self._total, self._tokens, self.rate(),
+            "%s: %d of %s, %d tokens, %.0f tokens/s",
+            self._name, self._items, self._total or "?", self._tokens, self.rate(),
         )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class TargetServer:
         self._announcer.raise_failure()
         if self._paused.is_set():
             self.phase = "paused"
-        elif self._recipes.has_ended:
+        elif self._recipes.has_ended and not self._stop.is_set():  # a stop ends rows early
             self._ring.end(self._recipes.last_sequence)
             self.phase = "draining"
         self._stop.wait(IDLE_SECONDS)
