@@ -3,6 +3,7 @@
 Only light modules are imported here, so that `--help` answers at once.
 """
 
+import json
 import os
 import sys
 import threading
@@ -82,8 +83,34 @@ def status(run: RunDirectory = None) -> None:
 
 @app.command()
 def regenerate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
-    """Have the target write its own answers to prompts."""
+    """Have the target, or a server that serves it, write answers to prompts."""
     _become("services.target_server.regenerate", config, settings, dry_run)
+
+
+@app.command()
+def prepare(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+    """Report lengths, mask coverage, skipped rows, packing and bytes of the data; train nothing.
+
+    Prints one JSON line on stdout at the end.
+    """
+    _become("services.target_server.prepare", config, settings, dry_run)
+
+
+@app.command()
+def inspect(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="A conversation's id, a line's number, or its name in `prepare`."
+        ),
+    ],
+    config: Files = None,
+    settings: Settings = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Print one conversation with its tokens by loss mask, and why it would be skipped."""
+    chosen = [*(settings or []), f"inspection.id={json.dumps(name, ensure_ascii=False)}"]
+    _become("services.target_server.inspect", config, chosen, dry_run)
 
 
 @app.command(name="eval")
