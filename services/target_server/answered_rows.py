@@ -22,6 +22,7 @@ from services.target_server.counts import SampleCounts
 from services.target_server.data_config import DataTable
 from services.target_server.generation import Answer, AnswerWriter, Request
 from services.target_server.inputs.formats import Pretokenised, read_conversation
+from services.target_server.inputs.mixture import source_of
 from services.target_server.packing import PackedRow, Packer, RecordedRow, Sample, make_row, pack
 from services.target_server.recipe_journal import Recipe, RecipeJournal
 from services.target_server.seeds import answer_seed
@@ -36,8 +37,8 @@ class Prompts(Conversations):
 
     def samples_of(self, sample_id: int, row: dict) -> list[Sample]:
         """Return the prompt of one row, or raise `RowRejectedError`."""
-        source, _ = self._mixture.place_of(sample_id)
-        conversation = read_conversation(row, self._table.all_sources[source].format)
+        source = source_of(sample_id)
+        conversation = read_conversation(row, self._formats[source])
         if isinstance(conversation.content, Pretokenised):
             raise RowRejectedError("no_messages", "got token ids, expected messages or a prompt")
         roles = [message["role"] for message in conversation.content]

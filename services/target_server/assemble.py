@@ -4,12 +4,14 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.config.shared import RunTable
@@ -82,13 +84,8 @@ def open_server(
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
-    stream: RowStream | AnsweredRows
-    if isinstance(conversations, Prompts):
-        writer = AnswerWriter(model, config.generation, tap)
-        stream = answered_rows(config, shard, conversations, writer, stack, stop)
-    else:
-        cursors = Cursors(run.directory / "cursors" / f"target-{shard.index}", ring.settled_below)
-        stream = RowStream(conversations, config.data, cursors)
+    answered = partial(answered_rows, config, shard, model, tap, stack, stop)
+    stream = open_stream(config, shard, conversations, ring, answered)
     return TargetServer(
         target=str(config.target.model),
         recipes=open_recipes(config, stream, ring, shard),
@@ -142,19 +139,35 @@ def open_recipes(
     return RecipeBook(stream.rows(start, shard), ring, start)
 
 
+def open_stream(
+    config: TargetServerConfig,
+    shard: Shard,
+    source: Conversations,
+    ring: RingOwner,
+    answered: Callable[[Prompts], AnsweredRows],
+) -> RowStream | AnsweredRows:
+    """Return the rows of a run: packed as the files have them, or answered first."""
+    if isinstance(source, Prompts):
+        return answered(source)
+    folder = config.run.directory / "cursors" / f"target-{shard.index}"
+    cursors = Cursors(folder, ring.settled_below)
+    return RowStream(source, config.data, cursors)
+
+
 def answered_rows(
     config: TargetServerConfig,
     shard: Shard,
-    prompts: Prompts,
-    writer: AnswerWriter,
+    model: PreTrainedModel,
+    tap: FeatureTap,
     stack: contextlib.ExitStack,
     stop: threading.Event,
+    prompts: Prompts,
 ) -> AnsweredRows:
     """Return rows that the target answers, with the journal in the run's directory."""
     path = config.run.directory / "recipes" / f"target-{shard.index}.jsonl"
     return AnsweredRows(
         prompts,
-        writer,
+        AnswerWriter(model, config.generation, tap),
         config.data,
         max_new_tokens=config.generation.max_new_tokens,
         seed=config.run.seed,

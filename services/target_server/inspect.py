@@ -59,7 +59,8 @@ def run(config: InspectConfig, console: Console) -> None:
     """Print the conversation; raise `ConfigError` where no source has it."""
     # Imported here: they load torch, which `--dry-run` does not need.
     from common.target.loading import load_tokenizer
-    from services.target_server.conversations import Conversations, manifest_of
+    from services.target_server.conversations import Conversations
+    from services.target_server.inputs.mixture import source_of
 
     table, kwargs = config.data, config.target.chat_template_kwargs
     sample_id, place, row = find(table, config.inspection.id)
@@ -67,7 +68,7 @@ def run(config: InspectConfig, console: Console) -> None:
     # What a row has no room for is shown all the same.
     roomy = table.model_copy(update={"row_tokens": _ENOUGH_TOKENS, "keep_cut_answers": True})
     strict, lenient = (Conversations(t, tokenizer, kwargs, config.run.seed) for t in (table, roomy))
-    tag = manifest_of(table).tags[manifest_of(table).sources[sample_id >> 40].tag]
+    tag = table.all_sources[source_of(sample_id)].tag_name
     console.print(f"{place}, id {row.get('id')!r}, tag {tag!r}, finish_reason "
                   f"{row.get('finish_reason')!r}")  # fmt: skip
     try:
@@ -92,9 +93,9 @@ def find(table: DataTable, name: str) -> tuple[int, str, dict[str, Any]]:
     mixture = Mixture(table.model_copy(update={"shuffle": False}), 0, None)
     by_line = None
     for ref in mixture.rows(0):
-        raw = mixture.read_all([ref.sample_id])[ref.sample_id] if ref.raw is None else ref.raw
-        source, line = mixture.place_of(ref.sample_id)
-        place = f"{mixture.readers[source].path.name} {line}"
+        raw = mixture.read(ref) if ref.raw is None else ref.raw
+        line = f"line {ref.number + 1}"
+        place = f"{mixture.readers[ref.source].path.name} {line}"
         is_line = name in (place, line, line.removeprefix("line "))
         if not is_line and isinstance(raw, bytes) and name.encode() not in raw:
             continue
