@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -66,6 +66,14 @@ class Dialogue:
         tools = {"tools": self.tools} if self.tools else {}
         return {"id": self.id, "messages": self.messages, **tools, **self.extra,
                 "finish_reason": self.finish_reason}  # fmt: skip
+
+
+class Sink(Protocol):
+    """Where answered dialogues go."""
+
+    def add(self, dialogue: Dialogue) -> None: ...
+    def skip(self, error: RowRejectedError, name: str) -> None: ...
+    def fail(self, name: str) -> None: ...
 
 
 def read_dialogues(path: Path) -> Iterator[Dialogue | RowRejectedError]:

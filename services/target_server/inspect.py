@@ -91,7 +91,7 @@ def find(table: DataTable, name: str) -> tuple[int, str, dict[str, Any]]:
     from services.target_server.inputs.mixture import Mixture
 
     mixture = Mixture(table.model_copy(update={"shuffle": False}), 0, None)
-    by_line = None
+    by_line: tuple[int, str, dict[str, Any]] | RowRejectedError | None = None
     for ref in mixture.rows(0):
         raw = mixture.read(ref) if ref.raw is None else ref.raw
         line = f"line {ref.number + 1}"

@@ -5,24 +5,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
 from common.errors import AnswerError, ConfigError, RowRejectedError
 from services.target_server.chat_client import ChatClient
-from services.target_server.dialogues import Dialogue
+from services.target_server.dialogues import Dialogue, Sink
 from services.target_server.regeneration_config import RegenerateConfig
 from services.target_server.seeds import answer_seed
 
 _STOP_CHECK_SECONDS = 0.1
 _log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """Where answered dialogues go."""
-
-    def add(self, dialogue: Dialogue) -> None: ...
-    def skip(self, error: RowRejectedError, name: str) -> None: ...
-    def fail(self, name: str) -> None: ...
 
 
 def answer_by_server(

@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common.errors import ConfigError, RowRejectedError
 from common.target.chat import render_prompt
 from common.target.loading import load_target, load_tokenizer
-from services.target_server.dialogues import Dialogue, Message, Reply
+from services.target_server.dialogues import Dialogue, Message, Reply, Sink
 from services.target_server.generation import Answer, AnswerWriter, Request
 from services.target_server.regeneration_config import RegenerateConfig
 from services.target_server.seeds import answer_seed
-from services.target_server.server_answers import Sink
 
 _WINDOW_BATCHES = 32
 _THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
