@@ -38,7 +38,7 @@ class AnswerFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; it outlives this process, and within a second the machine."""
-        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         while line:
             line = line[self._file.write(line) :]
         self.ids.add(record["id"])

@@ -14,9 +14,12 @@ from typing import Any, Protocol
 import xxhash
 
 from common.errors import ConfigError, RowRejectedError
+from common.target.messages import checked_messages, checked_tools
+from services.target_server.inputs.formats import Pretokenised, name_of, parse, read_conversation
+from services.target_server.inputs.readers import CompressedLines, RawRow, Reader, open_reader
+from services.target_server.inputs.turns import Message
 
-Message = dict[str, Any]
-_REPLACED_KEYS = ("id", "messages", "prompt", "tools", "finish_reason")
+_REPLACED_KEYS = ("id", "messages", "conversations", "prompt", "system", "tools", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -76,50 +79,56 @@ class Sink(Protocol):
     def fail(self, name: str) -> None: ...
 
 
-def read_dialogues(path: Path) -> Iterator[Dialogue | RowRejectedError]:
-    """Yield each usable line of a JSONL file, or what is wrong with it and where.
+def open_prompts(path: Path) -> Reader:
+    """Open a file or folder of prompts, or raise `ConfigError`."""
+    if not path.exists():
+        raise ConfigError(f"regeneration.prompts={str(path)!r}: no such file")
+    return open_reader(path, None, 0)
 
-    A line without an id gets a hash of its messages; of two lines with one id the first counts.
+
+def read_dialogues(reader: Reader) -> Iterator[Dialogue | RowRejectedError]:
+    """Yield each usable row, or what is wrong with it and where.
+
+    A row without an id gets a hash of its messages; of two rows with one id the first counts.
     """
-    if not path.is_file():
-        raise ConfigError(f"regeneration.prompts={str(path)!r}: no such file; give a JSONL file")
     seen: set[str] = set()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                dialogue = parse_dialogue(line)
-            except RowRejectedError as error:
-                yield RowRejectedError(error.reason, f"line {number}")
-                continue
+    for number, raw in _rows(reader):
+        try:
+            dialogue = _dialogue(raw)
             if dialogue.id in seen:
-                yield RowRejectedError("same_id", f"line {number}")
-                continue
-            seen.add(dialogue.id)
-            yield dialogue
+                raise RowRejectedError("same_id", dialogue.id)
+        except RowRejectedError as error:
+            if error.reason != "empty_line":
+                yield RowRejectedError(error.reason, f"line {number + 1}")
+            continue
+        seen.add(dialogue.id)
+        yield dialogue
 
 
-def parse_dialogue(line: bytes) -> Dialogue:
-    """Return a line's conversation up to the first turn to be written, or `RowRejectedError`."""
-    try:
-        row = json.loads(line)
-        messages = row["messages"] if "messages" in row else _as_messages(row["prompt"])
-        segments = _segments(messages)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RowRejectedError("not_json", "no JSON object with messages or a prompt") from error
+def count_rows(reader: Reader) -> int:
+    """Return how many rows a reader has, usable or not; of what is compressed, a guess."""
+    return reader.expected_rows if isinstance(reader, CompressedLines) else len(reader)
+
+
+def _rows(reader: Reader) -> Iterator[tuple[int, RawRow]]:
+    if isinstance(reader, CompressedLines):
+        yield from reader.stream()
+    else:
+        yield from ((number, reader.read(number)) for number in range(len(reader)))
+
+
+def _dialogue(raw: RawRow) -> Dialogue:
+    """Return a row's conversation up to the first turn to be written, or `RowRejectedError`."""
+    row = parse(raw)
+    conversation = read_conversation(row)
+    if isinstance(conversation.content, Pretokenised):
+        raise RowRejectedError("no_messages", "got token ids, expected messages or a prompt")
+    segments = _segments(checked_messages(conversation.content))
     if not segments:
         raise RowRejectedError("no_user_turn", "nothing in it asks for an answer")
-    key = row.get("id")
-    if key is None:
-        key = xxhash.xxh3_64_hexdigest(json.dumps(segments).encode())
+    key = name_of(row, "") or xxhash.xxh3_64_hexdigest(json.dumps(segments).encode())
     extra = {name: value for name, value in row.items() if name not in _REPLACED_KEYS}
-    return Dialogue(str(key), segments[0], segments[1:], row.get("tools") or [], extra)
-
-
-def _as_messages(prompt: Any) -> list[Message]:
-    """Return a prompt that is a text, or a list of messages, as messages."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return Dialogue(key, segments[0], segments[1:], checked_tools(conversation.tools) or [], extra)
 
 
 def _segments(messages: list[Message]) -> list[list[Message]]:

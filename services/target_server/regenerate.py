@@ -1,8 +1,8 @@
 """`python -m services.target_server.regenerate`: answers to prompts, for a drafter to learn from.
 
-    prompts.jsonl --> turns in order --> the target itself, or a server that serves it --> output.jsonl
+    prompts --> turns in order --> the target itself, or a server that serves it --> output.jsonl
 
-Reads `{"id"?, "messages": [...]}` a line and appends `{"id", "messages", "finish_reason"}` with
+Reads whatever `[data]` reads, and appends `{"id", "messages", "finish_reason"}` with
 every assistant turn written anew. A line is on disk before its conversation counts as answered: a
 run that was killed goes on where it stopped and never writes an id twice. Stdout gets one JSON
 line with the counts; people read stderr.
@@ -16,17 +16,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from common.config.command_line import parse
-from common.errors import AnswerError, ConfigError, RowRejectedError
+from common.errors import AnswerError, RowRejectedError
 from common.lifecycle import run_service
 from common.telemetry import logs
 from services.target_server.answer_file import AnswerFile
 from services.target_server.counts import SkipCounts
-from services.target_server.dialogues import Dialogue, read_dialogues
+from services.target_server.dialogues import Dialogue, count_rows, open_prompts, read_dialogues
 from services.target_server.progress import Progress
 from services.target_server.regeneration_config import RegenerateConfig, RegenerationTable
 
@@ -48,14 +47,15 @@ class Answers:
         self.failed = SkipCounts()
 
     def __enter__(self) -> "Answers":
+        self._prompts = open_prompts(self._table.prompts)
         self._kept = self._stack.enter_context(AnswerFile(self._table.output))
         if self._left_out_path.exists():
             self._open_left_out()
         self.num_before = self.num_answered
-        num_lines = _count_lines(self._table.prompts)
-        _log.info("%s: %d of %d answered", self._table.output, self.num_before, num_lines)
+        num_rows = count_rows(self._prompts)
+        _log.info("%s: %d of %d answered", self._table.output, self.num_before, num_rows)
         self._progress = self._stack.enter_context(
-            Progress("answers", max(num_lines - self.num_before, 0))
+            Progress("answers", max(num_rows - self.num_before, 0))
         )
         return self
 
@@ -74,7 +74,7 @@ class Answers:
 
     def waiting(self) -> Iterator[Dialogue]:
         """Yield the conversations that neither file has; count the lines that are none."""
-        for dialogue in read_dialogues(self._table.prompts):
+        for dialogue in read_dialogues(self._prompts):
             if isinstance(dialogue, RowRejectedError):
                 self.skip(dialogue, dialogue.detail)
             elif not self._has(dialogue.id):
@@ -150,13 +150,6 @@ def _answer(
 def _chained(first: Dialogue, others: Iterator[Dialogue]) -> Iterator[Dialogue]:
     yield first
     yield from others
-
-
-def _count_lines(path: Path) -> int:
-    if not path.is_file():
-        raise ConfigError(f"regeneration.prompts={str(path)!r}: no such file; give a JSONL file")
-    with path.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
 
 
 def main(stop: threading.Event) -> None:

@@ -29,7 +29,7 @@ class RegenerationTable(Table):
     """[regeneration]: prompts to answer and how."""
 
     prompts: Path
-    """JSONL file of prompts: {"id"?, "messages": [...], "tools"?} or {"id"?, "prompt": text} a line."""
+    """Prompts: a file or folder of rows as a data source has them, with answers or without."""
     output: Path
     """JSONL file to which the answered conversations are appended."""
     keep_finish_reasons: tuple[str, ...] = ("stop", "length", "tool_calls")

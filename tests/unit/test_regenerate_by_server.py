@@ -1,5 +1,6 @@
 """Answers from a server over real sockets, whatever the server does on the way."""
 
+import gzip
 import json
 import threading
 
@@ -232,3 +233,22 @@ def test_settings_that_cannot_be_are_named(tmp_path, settings, words):
     prompts_file(tmp_path, many(1))
     with pytest.raises(ConfigError, match=words):
         regenerate(tmp_path, "http://127.0.0.1:1", *settings)
+
+
+def test_prompts_come_in_every_form_that_data_has(tmp_path):
+    rows = [
+        {"id": "s", "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "x"}],
+         "system": "be kind"},
+        {"id": "p", "prompt": "two"},
+        {"id": "r", "messages": [{"role": "pirate", "content": "three"}]},
+        {"id": "i", "input_ids": [1, 2], "loss_mask": [0, 1]},
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as address:
+        found, summary = regenerate(tmp_path, address, f"regeneration.prompts={path}")
+    assert set(found) == {"s", "p"}
+    assert [m["role"] for m in found["s"]["messages"]] == ["system", "user", "assistant"]
+    assert "conversations" not in found["s"]
+    assert summary["skipped"] == {"bad_role": 1, "no_messages": 1}
