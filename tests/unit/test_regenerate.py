@@ -18,7 +18,7 @@ from services.target_server.regeneration_config import RegenerateConfig
 from services.target_server.target_answers import _message
 from tests.bad_server import serving
 from tests.runs import start
-from tests.targets import make_tiny_target
+from tests.targets import CHATML, make_tiny_target, make_tiny_tokenizer
 from tests.unit.test_generation import greedy
 
 MAX_NEW_TOKENS = 6
@@ -100,6 +100,21 @@ def test_a_file_that_no_run_wrote_is_refused_as_it_is(target, tmp_path):
     assert (tmp_path / "output.jsonl").read_text() == "notes\n"
 
 
+def test_the_target_sees_the_tools_that_it_may_call(tmp_path):
+    target = make_tiny_target(tmp_path / "target")
+    make_tiny_tokenizer("{{ tools | tojson if tools }}" + CHATML).save_pretrained(target)
+    tools = [{"type": "function", "function": {"name": "fox"}}]
+    write(tmp_path / "prompts.jsonl", [{**prompt(1), "tools": tools}])
+    (row,) = regenerate(target, tmp_path)
+    table = TargetTable(model=str(target), dtype="float32")
+    tokenizer = load_tokenizer(table)
+    ids = render_prompt(tokenizer, prompt(1)["messages"], {}, tools=tools)
+    assert '"fox"' in tokenizer.decode(ids)
+    answer = greedy(load_target(table, "cpu"), ids, MAX_NEW_TOKENS)
+    assert row["messages"][-1]["content"] == tokenizer.decode(answer, skip_special_tokens=True)
+    assert row["tools"] == tools
+
+
 def test_stopped_run_writes_nothing_more_and_a_finished_one_nothing_twice(target, tmp_path):
     write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(5)])
     stop = threading.Event()
@@ -172,6 +187,7 @@ def kill_at_random(command, folder, chooser, kills):
     return died
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_against_a_bad_server_killed_at_random_yields_the_same_set(
     tmp_path, seed, monkeypatch
@@ -194,6 +210,7 @@ def test_a_run_against_a_bad_server_killed_at_random_yields_the_same_set(
     check_same(whole, killed)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_of_the_target_killed_at_random_yields_the_same_set(target, tmp_path, seed):
     """Sampled answers too: each is drawn from a seed of its own."""
