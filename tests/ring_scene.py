@@ -44,7 +44,7 @@ class Scene:
 
     def start(self, kind: str, name: str, **plan: Any) -> None:
         plan.setdefault("table", QUICK)
-        places = str(self.folder), str(self.shared_memory)
+        places = str(self.folder), str(plan.pop("shared_memory", self.shared_memory))
         process = FORKS.Process(target=run_program, args=(kind, Plan(*places, name, **plan)))
         process.start()
         self.processes.append(process)

@@ -5,9 +5,10 @@ the lease it names, and every record repeats what it takes to act on it alone, s
 duplicated or reordered message heals itself (rules R2 to R8). A sequence in these messages is the
 row's number in its ring (see `Shard`).
 
-`capacity` is absolute: staging buffers that are free or under a lease. What the owner may send is
-`capacity` less the leases it has on record for the session (R4). `number` rises with each message
-of a session; of two capacities the one with the higher number counts.
+`capacity` is absolute: staging buffers that are free or under a lease, 0 until the worker has
+attached the segment that its Welcome names. What the owner may send is `capacity` less the leases
+it has on record for the session (R4). `number` rises with each message of a session but its Bye; of
+two capacities the one with the higher number counts.
 
     worker -> owner   Hello  Heartbeat  Credit  Release  Nack  Bye
     owner -> worker   Welcome  Descriptor  Pulse  Refused

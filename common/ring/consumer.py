@@ -210,6 +210,19 @@ class RingConsumer:
         protocol = self._protocol
         if protocol.welcome is not None or welcome.session != protocol.session:
             return
+        try:
+            is_attached = self._attach(welcome)
+        except Exception:
+            protocol.bye(welcome)
+            raise
+        if is_attached:
+            protocol.welcome = welcome
+            self.total_rows = welcome.total_rows
+            self._next_beat = 0.0  # at once: it offers the buffers
+            self._watch.nudge()  # it sleeps until the next Hello
+
+    def _attach(self, welcome: Welcome) -> bool:
+        """Map the owner's segment; return False where it is worth another Hello."""
         layout = SlotLayout(welcome.row_schema)
         needed = layout.slot_bytes * welcome.segment.num_slots
         if needed != welcome.segment.num_bytes:
@@ -230,13 +243,10 @@ class RingConsumer:
             if self._attach_failures >= _ATTACH_ATTEMPTS:
                 raise
             _log.warning("ring %s: %s; say Hello again", self.endpoint, error)
-            return
+            return False
         self._attach_failures = 0
         self._layout = layout
-        protocol.welcome = welcome
-        self.total_rows = welcome.total_rows
-        self._next_beat = 0.0
-        self._watch.nudge()  # it sleeps until the next Hello
+        return True
 
     def _on_descriptor(self, told: Descriptor) -> None:
         segment, layout = self._segment, self._layout
@@ -276,7 +286,6 @@ class RingConsumer:
         """Speak for one session, with a socket and an identity of its own."""
         session = self._protocol.session
         caller = Caller(self.endpoint, f"{self._protocol.worker_id}/{session:016x}")
-        linger = 0
         with self._lock:
             self._socket = caller.socket
             self._watch.attach(caller.socket)
@@ -287,13 +296,15 @@ class RingConsumer:
                     self._turn()
                     caller.check()
                 if is_last:
-                    linger = _BYE_LINGER_MILLISECONDS
                     return
                 self._watch.wait(self._next_beat if self._protocol.welcome else self._next_hello)
         finally:
             with self._lock:
+                says_bye = self._socket is not None
+                if self._socket is not None:
+                    self._flush(self._socket)
                 self._let_go_of_socket()
-            caller.close(linger)
+            caller.close(_BYE_LINGER_MILLISECONDS if says_bye else 0)
 
     def _turn(self) -> None:
         """Hear what has come and say what is due; the caller holds the lock.
@@ -315,18 +326,21 @@ class RingConsumer:
 
     def _send_due(self, socket: "zmq.Socket[bytes]") -> bool:
         """Return whether something was sent: while it was, a message may have come."""
-        protocol, now = self._protocol, time.monotonic()
         if not self._stop.is_set():
-            self._say_due(now)
-        if not protocol.outbox:
+            self._say_due(time.monotonic())
+        return self._flush(socket)
+
+    def _flush(self, socket: "zmq.Socket[bytes]") -> bool:
+        outbox = self._protocol.outbox
+        if not outbox:
             return False
         try:
-            while protocol.outbox:
-                socket.send(encode(protocol.outbox[0]), zmq.DONTWAIT)
-                protocol.outbox.popleft()
+            while outbox:
+                socket.send(encode(outbox[0]), zmq.DONTWAIT)
+                outbox.popleft()
         except zmq.Again:  # no owner, or it does not read: heartbeats repeat all that matters
-            protocol.outbox.clear()
-            self._next_hello = now + _UNSENT_HELLO_SECONDS
+            outbox.clear()
+            self._next_hello = time.monotonic() + _UNSENT_HELLO_SECONDS
         return True
 
     def _say_due(self, now: float) -> None:

@@ -75,6 +75,7 @@ class WorkerProtocol:
         """Draw a fresh session. What the old one held is void; `num_acquired` are still copied."""
         self.session = secrets.randbits(64)
         self.welcome: Welcome | None = None
+        """Of an owner whose segment is attached: before, the worker offers no buffer (R4)."""
         self._pulse: Pulse | None = None
         self._number = 0
         self._told_capacity = 0
@@ -177,13 +178,14 @@ class WorkerProtocol:
             )
         )
 
-    def bye(self) -> None:
-        """The session ends on purpose."""
-        if self.welcome is None:
+    def bye(self, welcome: Welcome | None = None) -> None:
+        """The session ends on purpose; `welcome` is one whose segment cannot be attached."""
+        welcome = welcome or self.welcome
+        if welcome is None:
             return
         self.outbox.append(
             Bye(
-                ring_epoch=self.welcome.ring_epoch,
+                ring_epoch=welcome.ring_epoch,
                 session=self.session,
                 committed=self._tell()[1],
             )
@@ -263,7 +265,9 @@ class WorkerProtocol:
         return self._told_capacity
 
     def _free_capacity(self) -> int:
-        """Buffers that are free or under a lease of this session (R4)."""
+        """Buffers that are free or under a lease of this session; none without memory (R4)."""
+        if self.welcome is None:
+            return 0
         return max(0, self._capacity - self._num_busy - self._num_void)
 
     def _outcome(self, told: Descriptor, reason: NackReason | None) -> Record:

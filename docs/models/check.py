@@ -110,6 +110,7 @@ BROKEN = (
     Run("credit", "INCREMENTAL ROWS=4 DUP=1", "leases_stay_within_buffers"),
     Run("credit", "NO_NUMBERS REORDER=1", "granted_lease_finds_room"),
     Run("credit", "BUSY_IS_CAPACITY", "granted_lease_finds_room"),
+    Run("credit", "HELLO_OFFERS", "granted_row_can_be_read"),
     Run("credit", "TAKE_WITHOUT_ROOM EARLY=1 EXTRA=1", "no_buffer_is_filled_twice"),
     Run("credit", "HEARTBEAT_WITHOUT_CAPACITY LOSS=1", "credit_comes_back"),
     Run("rows", "CURSOR_AT_PUBLISH OWNER_CRASH=1 WORKER_CRASH=1", "every_row_survives"),

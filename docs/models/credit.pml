@@ -7,6 +7,7 @@
  *           the budgets below.
  * Left out  slots, bytes, lease times (slots.pml), checkpoints (rows.pml).
  *
+ * A Welcome whose segment cannot be attached is as good as lost: the worker says Hello again.
  * Numbers: only their order counts, so both sides begin again at 0 when nothing is on its way.
  */
 #ifndef CAP
@@ -70,7 +71,7 @@ byte idle;
 #define CLAIM(name, holds) name = (holds); assert(name)
 #endif
 hidden byte no_buffer_is_filled_twice = 1, granted_lease_finds_room = 1;
-hidden byte leases_stay_within_buffers = 1, credit_comes_back = 1, books_balance = 1;
+hidden byte granted_row_can_be_read = 1, leases_stay_within_buffers = 1, credit_comes_back = 1, books_balance = 1;
 hidden byte something_happens_in_time = 1;
 
 /* Scratch, set before use in each step. */
@@ -91,8 +92,10 @@ inline say(type, lease) {
   last_capacity = BUFFERS;
 #elif defined(INCREMENTAL)
   last_capacity = (type == CREDIT);
-#else
+#elif defined(HELLO_OFFERS)
   last_capacity = FREE_CAPACITY;
+#else
+  last_capacity = (type == HELLO -> 0 : FREE_CAPACITY);
 #endif
   if
   :: nfull(to_owner) -> to_owner!type, session, last_number, last_capacity, lease
@@ -115,6 +118,7 @@ inline grant() {
      capacity--;
 #endif
      CLAIM(leases_stay_within_buffers, COUNT(record) <= BUFFERS);
+     CLAIM(granted_row_can_be_read, is_welcome || live != session);
      tell_worker(DESC, live, last_lease)
   :: else -> break
   od;
@@ -241,7 +245,8 @@ inline take() {
 inline hear() {
   to_worker?kind, m_session, m_lease;
   if
-  :: kind == WELCOME && m_session == session && !is_welcome -> is_welcome = 1; idle = 0
+  :: kind == WELCOME && m_session == session && !is_welcome ->
+     is_welcome = 1; idle = 0; say(BEAT, held)
   :: kind == REFUSED && m_session == session -> begin_session(); say(HELLO, 0); idle = 0
   :: kind == DESC && m_session == session && is_welcome -> take()
   :: else

@@ -418,7 +418,8 @@ end:
 #define IS_INTACT(v) (header[AT(held_epoch[v], held_slot[v])] == held_generation[v])
 #endif
 
-inline say_hello(v) { tell_owner(v, HELLO, session[v], 0, 0, 0, 0, ROOM(v)) }
+/* No buffer is offered before the segment is attached; the heartbeat after it tells them. */
+inline say_hello(v) { tell_owner(v, HELLO, session[v], 0, 0, 0, 0, 0) }
 
 inline beat(v) {
   if
@@ -451,7 +452,8 @@ inline hear(v) {
   to_worker[v]?kind, m_session, m_epoch, m_slot, m_generation, m_lease, m_last;
   if
   :: kind == DESC -> take(v)
-  :: kind == WELCOME && m_session == session[v] && !welcome[v] -> welcome[v] = m_epoch; idle = 0
+  :: kind == WELCOME && m_session == session[v] && !welcome[v] ->
+     welcome[v] = m_epoch; idle = 0; beat(v)
   :: kind == REFUSED && m_session == session[v] -> begin_session(v); say_hello(v); idle = 0
   :: else
   fi }

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 from common.contracts.sequences import SequenceSet
 from tests.ring_scene import END_SECONDS, PATIENT, QUICK, ROWS, Scene
@@ -182,6 +183,24 @@ def test_a_machine_that_slept_blames_no_worker(scene: Scene) -> None:
     scene.assert_nothing_is_lost()
     assert scene.report()["reclaimed"] == {}
     assert set(scene.trained("worker").values()) == {1}
+
+
+def test_a_worker_that_cannot_map_the_ring_costs_no_row_an_attempt(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """Each of its lives would spend one if it were granted rows before it can read them."""
+    table = QUICK | {"max_attempts": 2, "session_timeout_seconds": 600.0}
+    scene.start("owner", "owner", num_rows=4, table=table)
+    scene.wait_for("owner", "published", 4)
+    for life in range(3):
+        scene.start("worker", "blind", shared_memory=tmp_path)
+        assert scene.wait_for_exit("blind") == 1
+        assert "must share /dev/shm" in scene.log("blind", "failed")[life]["error"]
+    scene.start("worker", "worker")
+    scene.wait_for_end("owner", "worker")  # in time, since the blind one has said goodbye
+    scene.assert_nothing_is_lost(num_rows=4)
+    assert scene.report()["reclaimed"] == {}
+    assert scene.account()["requeued"] == 0
 
 
 def test_a_goodbye_arrives_even_if_its_process_ends_at_once(scene: Scene) -> None:

@@ -65,6 +65,7 @@ class SimulatedWorker:
         if isinstance(record, Welcome):
             if protocol.welcome is None and record.session == protocol.session:
                 protocol.welcome = record
+                protocol.beat()
         elif isinstance(record, Descriptor):
             if protocol.take(record):
                 self.waiting.append(record)

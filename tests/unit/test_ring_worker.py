@@ -205,7 +205,31 @@ def test_a_returned_buffer_is_told_with_the_next_message_where_the_owner_knows_o
     assert beat.capacity == 2
 
 
-def test_a_buffer_that_is_returned_before_the_welcome_is_told_with_the_hello() -> None:
+def test_no_buffer_is_offered_before_the_segment_is_attached() -> None:
+    """Else rows would be granted to a worker that may never read one."""
+    protocol = worker(capacity=2)
+    protocol.hello()
+    hello = last(protocol)
+    assert isinstance(hello, Hello)
+    assert hello.capacity == 0
+    welcome(protocol)
+    protocol.beat()
+    beat = last(protocol)
+    assert isinstance(beat, Heartbeat)
+    assert (beat.capacity, beat.number > hello.number) == (2, True)
+
+
+def test_a_worker_that_cannot_attach_says_goodbye_to_who_has_welcomed_it() -> None:
+    protocol = welcomed()
+    unattached = protocol.welcome
+    protocol.begin_session(num_acquired=0)
+    protocol.bye(unattached)
+    bye = last(protocol)
+    assert isinstance(bye, Bye)
+    assert (bye.ring_epoch, bye.session) == (EPOCH, protocol.session)
+
+
+def test_a_buffer_that_is_returned_before_the_welcome_is_told_after_it() -> None:
     protocol = welcomed(capacity=1)
     told = descriptor(protocol, 1)
     protocol.take(told)
@@ -213,10 +237,11 @@ def test_a_buffer_that_is_returned_before_the_welcome_is_told_with_the_hello() -
     protocol.begin_session(num_acquired=0)
     protocol.return_buffer()
     assert not protocol.outbox
-    protocol.hello()
-    hello = last(protocol)
-    assert isinstance(hello, Hello)
-    assert hello.capacity == 1
+    welcome(protocol)
+    protocol.beat()
+    beat = last(protocol)
+    assert isinstance(beat, Heartbeat)
+    assert beat.capacity == 1
 
 
 def test_a_buffer_that_nothing_filled_cannot_be_returned() -> None:
@@ -239,7 +264,6 @@ def test_hello_tells_what_is_trained_durable_and_staged() -> None:
     assert hello.consumed == sequences(5, 6, low=3)
     assert hello.committed == sequences(5, low=3)
     assert hello.staged == sequences(7)
-    assert hello.capacity == 2
 
 
 def test_what_is_settled_is_forgotten_and_still_contained() -> None:
