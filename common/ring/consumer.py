@@ -350,7 +350,7 @@ class RingConsumer:
             self._next_hello = now + HELLO_SECONDS
         elif protocol.welcome is not None and now >= self._next_beat:
             if self._segment is not None and self._segment.is_removed():
-                _log.warning("ring %s: its owner is gone; wait for the next", self.endpoint)
+                _log.warning("ring %s: its segment is gone; wait for the next owner", self.endpoint)
                 self._begin_session()
                 return
             protocol.beat()

@@ -37,13 +37,15 @@ from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
 from common.ring.listening import SocketCondition, Watch, has_message
 from common.ring.protocol import OwnerProtocol
 from common.ring.reports import ring_report
-from common.ring.segment import SEGMENT_PREFIX, HostSegment
+from common.ring.segment import SEGMENT_PREFIX, HostSegment, require_present
 from common.ring.slot_memory import SlotMemory
 from common.ring.writable import WritableSlot
 
 TICK_SECONDS = 0.1
 # A tick this late means that this process was stopped, not its peers.
 _STALL_SECONDS = 1.0
+# How often the owner looks whether its segment's file is still there.
+_LOOK_SECONDS = 1.0
 # Messages taken in one turn, so that a peer that never stops cannot keep the lock.
 _MESSAGES_A_TURN = 256
 _MORE_AT_ONCE = int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -252,6 +254,7 @@ class RingOwner:
 
     def _serve(self) -> None:
         next_tick = time.monotonic() + TICK_SECONDS
+        next_look = time.monotonic() + _LOOK_SECONDS
         while not self._stop.is_set():
             self._watch.wait(next_tick)
             with self._lock:
@@ -264,6 +267,9 @@ class RingOwner:
                     if num_refused := self._listener.num_refused():
                         self._refused["handshake"] += num_refused
                     next_tick = time.monotonic() + TICK_SECONDS
+                if now >= next_look:
+                    require_present(self._segment)
+                    next_look = now + _LOOK_SECONDS
                 self._exchange()
 
     def _exchange(self) -> None:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from common.contracts.ring_messages import SegmentRef
 from common.errors import ConfigError, LayoutMismatchError, SegmentError
-from common.ring import cuda
+from common.ring import cuda, segment_errors
 from common.ring.slot_memory import HostSlot, SlotMemory
 
 SEGMENT_DIRECTORY = Path("/dev/shm")
@@ -77,7 +77,7 @@ class HostSegment:
         """Make and lock a segment; raise `ConfigError` where it does not fit."""
         num_bytes = num_slots * slot_bytes
         if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
-            raise ConfigError(_too_small(num_slots, slot_bytes))
+            raise ConfigError(segment_errors.too_small(SEGMENT_DIRECTORY, num_slots, slot_bytes))
         path = SEGMENT_DIRECTORY / name
         descriptor = _create_locked(path)
         try:
@@ -99,10 +99,7 @@ class HostSegment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise SegmentError(
-                f"segment {path}: {error.strerror}; worker and target server must share /dev/shm "
-                f"(containers: ipc of one service)"
-            ) from error
+            raise SegmentError(segment_errors.cannot_open(path, ref.owner_pid, error)) from error
         try:
             status = os.fstat(descriptor)
             if not _is_private(status):
@@ -220,6 +217,12 @@ def _unmap(memory: mmap.mmap, view: memoryview, address: int, num_pinned: int) -
         memory.close()
 
 
+def require_present(segment: Segment) -> None:
+    """Raise `SegmentError` where an owner's segment was taken away under it."""
+    if segment.is_removed():
+        raise SegmentError(segment_errors.is_gone(SEGMENT_DIRECTORY / segment.ref.name))
+
+
 def reclaim_dead_segments() -> int:
     """Remove ring segments whose owner is dead; return the bytes that came back.
 
@@ -283,7 +286,9 @@ def _allocate(descriptor: int, num_slots: int, slot_bytes: int) -> None:
             if error.errno not in _FULL:
                 raise
             if time.monotonic() >= deadline:
-                raise ConfigError(_too_small(num_slots, slot_bytes)) from error
+                raise ConfigError(
+                    segment_errors.too_small(SEGMENT_DIRECTORY, num_slots, slot_bytes)
+                ) from error
             time.sleep(0.1)  # noqa: TID251 - nobody can tell when a mapping of another process ends
         else:
             return
@@ -292,13 +297,3 @@ def _allocate(descriptor: int, num_slots: int, slot_bytes: int) -> None:
 def _capacity_bytes() -> int:
     status = os.statvfs(SEGMENT_DIRECTORY)
     return status.f_blocks * status.f_frsize
-
-
-def _too_small(num_slots: int, slot_bytes: int) -> str:
-    free = os.statvfs(SEGMENT_DIRECTORY)
-    return (
-        f"{SEGMENT_DIRECTORY} is too small: {num_slots} slots of {slot_bytes} bytes need "
-        f"{num_slots * slot_bytes} bytes, got {free.f_bavail * free.f_frsize} free of "
-        f"{_capacity_bytes()}; lower ring.num_slots or data.row_tokens, or give it more "
-        f"(containers: shm_size of the service that owns the IPC namespace)"
-    )

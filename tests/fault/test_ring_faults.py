@@ -203,6 +203,24 @@ def test_a_worker_that_cannot_map_the_ring_costs_no_row_an_attempt(
     assert scene.account()["requeued"] == 0
 
 
+def test_an_owner_whose_file_is_removed_ends_with_the_cause_and_its_successor_serves_on(
+    scene: Scene,
+) -> None:
+    """As logind's RemoveIPC does it; the worker has the old ring mapped."""
+    scene.start("owner", "owner", num_rows=ROWS, table=PATIENT, row_seconds=0.2)
+    scene.start("worker", "worker", commit_every=3)
+    scene.wait_for("worker", "saved")
+    (name,) = scene.segments()
+    (scene.shared_memory / name).unlink()
+    assert scene.wait_for_exit("owner") == 1
+    error = scene.log("owner", "failed")[0]["error"]
+    for part in ("SegmentError", name, "was removed", "RemoveIPC", "start it again"):
+        assert part in error
+    scene.start("owner", "owner", num_rows=ROWS)
+    scene.wait_for_end("owner", "worker")
+    scene.assert_nothing_is_lost()
+
+
 def test_a_goodbye_arrives_even_if_its_process_ends_at_once(scene: Scene) -> None:
     """Without it the owner would stay until the session times out."""
     patient = QUICK | {"session_timeout_seconds": 600.0}

@@ -140,6 +140,20 @@ def test_a_missing_or_linked_segment_is_not_opened(place: Path, tmp_path: Path) 
         attach(ref_to(NAME))
 
 
+def test_a_segment_that_was_removed_is_told_from_one_that_is_elsewhere(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = HostSegment.create(NAME, 1, 4096)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(segments, "SEGMENT_DIRECTORY", place / "not-shared")
+        with pytest.raises(SegmentError, match="must share /dev/shm"):
+            attach(owner.ref)
+    (place / NAME).unlink()
+    with pytest.raises(SegmentError, match=r"file was removed.*RemoveIPC.*a new ring"):
+        attach(owner.ref)
+    owner.close()
+
+
 def test_a_gpu_ring_is_refused_by_a_worker_without_a_gpu() -> None:
     ref = SegmentRef(
         backing="cuda_ipc", name=NAME, num_bytes=4096, num_slots=1, owner_pid=1, gpu_uuid="GPU-1",

@@ -1,0 +1,57 @@
+"""What is said where shared memory cannot be had or is taken away: which file, why, what to do."""
+
+import contextlib
+import os
+from pathlib import Path
+
+_REMOVERS = (
+    "an rm, a cleaner of /dev/shm, or logind's RemoveIPC, which removes a user's files there at "
+    "the end of the last login: RemoveIPC=no in logind.conf, or `loginctl enable-linger`"
+)
+
+
+def is_gone(path: Path) -> str:
+    """Say what an owner does that finds its own file removed."""
+    return (
+        f"segment {path}: its file was removed while its ring was open, expected it there until the "
+        f"target server ends ({_REMOVERS}); no worker can attach any more, so this target server "
+        f"ends; start it again and it makes a new ring"
+    )
+
+
+def cannot_open(path: Path, owner_pid: int, error: OSError) -> str:
+    """Say why a reader cannot open an owner's file."""
+    said = f"segment {path}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and _has_open_and_removed(owner_pid, path.name):
+        return (
+            f"{said}; its file was removed while its ring was open ({_REMOVERS}); the target server "
+            f"makes a new ring when it starts again"
+        )
+    return (
+        f"{said}; worker and target server must share /dev/shm (containers: ipc of one service), "
+        f"and nothing else may remove the file"
+    )
+
+
+def too_small(directory: Path, num_slots: int, slot_bytes: int) -> str:
+    """Say how many bytes a ring needs, and how many there are."""
+    status = os.statvfs(directory)
+    return (
+        f"{directory} is too small: {num_slots} slots of {slot_bytes} bytes need "
+        f"{num_slots * slot_bytes} bytes, got {status.f_bavail * status.f_frsize} free of "
+        f"{status.f_blocks * status.f_frsize}; lower ring.num_slots or data.row_tokens, or give it "
+        f"more (containers: shm_size of the service that owns the IPC namespace)"
+    )
+
+
+def _has_open_and_removed(pid: int, name: str) -> bool:
+    """Whether a process has a file of this name open that is in no folder any more.
+
+    False as well where the process cannot be looked at, as in another PID namespace.
+    """
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if entry.readlink().name == f"{name} (deleted)":
+                    return True
+    return False
