@@ -74,7 +74,16 @@ class HostSegment:
         head_bytes: int = 0,  # noqa: ARG003 - the CPU reaches all of a slot
         gpu: int | None = None,
     ) -> "HostSegment":
-        """Make and lock a segment; raise `ConfigError` where it does not fit."""
+        """Make and lock a segment; raise `ConfigError` where it does not fit or may not be made."""
+        try:
+            return cls._create(name, num_slots, slot_bytes, gpu)
+        except OSError as error:
+            raise ConfigError(
+                segment_errors.cannot_create(SEGMENT_DIRECTORY / name, error)
+            ) from error
+
+    @classmethod
+    def _create(cls, name: str, num_slots: int, slot_bytes: int, gpu: int | None) -> "HostSegment":
         num_bytes = num_slots * slot_bytes
         if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
             raise ConfigError(segment_errors.too_small(SEGMENT_DIRECTORY, num_slots, slot_bytes))
@@ -243,11 +252,13 @@ def reclaim_dead_segments() -> int:
             status = os.fstat(descriptor)
             if not _is_private(status) or status.st_nlink == 0:
                 continue
-            path.unlink(missing_ok=True)
+            path.unlink()
             reclaimed += status.st_size
             _log.warning("reclaimed segment %s of a dead owner: %d bytes", path, status.st_size)
         except BlockingIOError:
             continue
+        except OSError as error:  # gone since, or not this user's to remove
+            _log.warning("segment %s is left alone: %s", path, error.strerror)
         finally:
             os.close(descriptor)
     return reclaimed

@@ -1,6 +1,7 @@
 """What is said where shared memory cannot be had or is taken away: which file, why, what to do."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -31,6 +32,32 @@ def cannot_open(path: Path, owner_pid: int, error: OSError) -> str:
         f"{said}; worker and target server must share /dev/shm (containers: ipc of one service), "
         f"and nothing else may remove the file"
     )
+
+
+def cannot_create(path: Path, error: OSError) -> str:
+    """Say why an owner cannot make its file, whatever the kernel has against it."""
+    advice = _ADVICE.get(error.errno or 0, "mount a tmpfs there that this user can write")
+    return (
+        f"segment {path}: {error.strerror}, expected a tmpfs in which uid {os.geteuid()} can make a "
+        f"file of its own; {advice}"
+    )
+
+
+_ALLOW = (
+    "give the folder mode 1777, as /dev/shm has it, or run as a user that can write it (containers: "
+    "check the user and the security profile of the service)"
+)
+_ADVICE = {
+    errno.EROFS: "mount it for writing: `mount -o remount,rw /dev/shm` (containers: a read-only root "
+    "needs a tmpfs at /dev/shm, or ipc of a service that has one)",
+    errno.ENOSPC: "no inode is left there: remove files that nobody needs, or raise its nr_inodes "
+    "(`mount -o remount,nr_inodes=1024 /dev/shm`)",
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "close programs that hold many files, or raise fs.file-max",
+    errno.ENOMEM: "free memory, or lower ring.num_slots or data.row_tokens",
+}
 
 
 def too_small(directory: Path, num_slots: int, slot_bytes: int) -> str:

@@ -121,7 +121,7 @@ except ConfigError as error:
 ballast.unlink(missing_ok=True)
 print("left:", [path.name for path in SHM.iterdir()])
 """
-MOUNTED = 'mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm && exec "$@"'
+MOUNTED = 'mount -t tmpfs -o size=1m,mode=1777{options} tmpfs /dev/shm && exec "$@"'
 CASES = {
     "too small": ("0", ["too small: 1000 slots", "1048576", "ring.num_slots", "shm_size"]),
     "filled before": ("0.2", ["filled: No space left", "got 0 free of 1048576", "ring.num_slots"]),
@@ -130,11 +130,11 @@ CASES = {
 }
 
 
-def unshare() -> list[str]:
+def unshare(options: str = "") -> list[str]:
     """Return a command that runs another with a mount namespace of its own, or skip the test."""
     for command in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
         if shutil.which("unshare"):
-            mounted = [*command, "sh", "-c", MOUNTED, "sh"]
+            mounted = [*command, "sh", "-c", MOUNTED.format(options=options), "sh"]
             if subprocess.run([*mounted, "true"], capture_output=True).returncode == 0:
                 return mounted
     pytest.skip("no mount namespaces here (test_ring_segment limits a file's size instead)")
@@ -155,3 +155,37 @@ def test_a_ring_in_a_small_shared_memory_serves_or_says_what_it_needs(case: str)
     assert done.returncode == 0, done.stderr
     for part in (*expected, "left: []"):
         assert part in done.stdout, done.stdout
+
+
+REFUSED = {
+    ",ro": ["Read-only file system", "mount it for writing"],
+    ",nr_inodes=1": ["No space left on device", "no inode is left", "nr_inodes"],
+}
+STARTED = """
+import sys
+from pathlib import Path
+from common.lifecycle import run_service
+from common.ring.owner import RingOwner
+from tests.rings import make_groups, make_schema, make_table
+
+def main(stop):
+    RingOwner(endpoint=Path(sys.argv[1]) / "s", run="refused", schema=make_schema(),
+              groups=make_groups(), table=make_table())
+
+sys.exit(run_service(main))
+"""
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_a_shared_memory_that_takes_no_file_is_named_with_the_way_out(
+    options: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [*unshare(options), sys.executable, "-c", STARTED, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for part in ("/dev/shm/ringdraft-refused-", *REFUSED[options]):
+        assert part in done.stderr

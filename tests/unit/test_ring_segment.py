@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,52 @@ def test_a_ring_that_cannot_fit_says_how_much_it_needs_and_leaves_nothing(place:
         HostSegment.create(NAME, 4096, slot_bytes)
     for part in (str(4096 * slot_bytes), "ring.num_slots", "shm_size", "too small"):
         assert part in str(raised.value)
+    assert list(place.iterdir()) == []
+
+
+FORBIDDEN = """
+import os, sys
+from pathlib import Path
+from common.errors import ConfigError
+from common.ring import segment
+segment.SEGMENT_DIRECTORY = Path(sys.argv[1])
+if os.geteuid() == 0:
+    os.setuid(4321)
+segment.reclaim_dead_segments()
+try:
+    segment.HostSegment.create(sys.argv[2], 1, 4096)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_this_user_cannot_write_is_named_with_the_way_out(place: Path) -> None:
+    """A dead ring of the same user lies there, and cannot be removed either."""
+    other = NAME.replace("0123abcd", "1123abcd")
+    (place / other).touch(0o600)
+    if os.geteuid() == 0:
+        os.chown(place / other, 4321, 4321)
+    place.chmod(0o555)
+    done = run_python(FORBIDDEN, str(place), NAME)
+    place.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        f"{place / NAME}: Permission denied",
+        "expected a tmpfs in which uid",
+        "mode 1777",
+    ):
+        assert part in done.stdout
+    assert f"{other} is left alone" in done.stderr
+
+
+def test_whatever_the_kernel_has_against_the_file_is_an_error_of_the_config(place: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"{NAME}: Too many open files.*ulimit -n"):
+            HostSegment.create(NAME, 1, 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert list(place.iterdir()) == []
 
 
