@@ -101,7 +101,7 @@ class RingTable(Table):
     """A lease that no heartbeat renews for this long expires."""
     lease_max_seconds: Seconds = 60.0
     """A lease is never renewed past this age."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: int = Field(default=3, ge=1, le=10_000)
     """Deliveries of a row to a group before it is poison."""
     resume_wait_seconds: float = Field(default=5.0, ge=0, le=86_400.0)
     """How long a dead session's rows wait for its successor before they are captured again."""
@@ -151,6 +151,12 @@ class RingTable(Table):
                 f"lease_seconds {self.lease_seconds} and session_timeout_seconds "
                 f"{self.session_timeout_seconds} must be at least twice heartbeat_seconds "
                 f"{self.heartbeat_seconds}: a heartbeat renews them, and one may be late"
+            )
+        if self.lease_max_seconds < self.lease_seconds:
+            raise ValueError(
+                f"lease_max_seconds got {self.lease_max_seconds}, expected at least lease_seconds "
+                f"{self.lease_seconds}: its first renewal would end a lease that is being copied, "
+                f"and spend an attempt of its row; raise lease_max_seconds"
             )
         return self
 

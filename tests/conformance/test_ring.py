@@ -32,6 +32,8 @@ from tests.rings import (
     write_row,
 )
 
+SHORT = {"lease_seconds": 0.5, "lease_max_seconds": 0.5}
+
 
 def accounts(owner: RingOwner, group: str = "main") -> Any:
     return next(account for account in owner.report().groups if account.group == group)
@@ -138,7 +140,7 @@ def test_a_slot_is_published_once(rings: Rings) -> None:
 def test_a_slot_rewritten_under_an_expired_lease_fails_the_check_after_the_copy(
     rings: Rings,
 ) -> None:
-    owner = rings.owner(num_slots=1, lease_max_seconds=0.5, max_attempts=1)
+    owner = rings.owner(num_slots=1, **SHORT, max_attempts=1)
     reader = rings.reader(capacity=1)
     publish(owner, 0)
     assert reader.take() == 0
@@ -178,7 +180,7 @@ def test_a_checksum_covers_every_byte_of_the_payload(rings: Rings) -> None:
 
 
 def test_a_late_release_is_a_counted_no_op_and_the_row_goes_again(rings: Rings) -> None:
-    owner = rings.owner(lease_max_seconds=0.5)
+    owner = rings.owner(**SHORT)
     reader = rings.reader()
     publish(owner, 0)
     assert reader.take() == 0

@@ -83,7 +83,7 @@ def siege() -> Iterator[Siege]:
         endpoint = Path(folder) / "target-0.sock"
         with RingOwner(
             endpoint=endpoint, run=f"siege-{os.getpid()}", schema=make_schema(),
-            table=make_table(session_timeout_seconds=60.0, lease_seconds=60.0),
+            table=make_table(session_timeout_seconds=60.0, lease_seconds=60.0, lease_max_seconds=60.0),
             groups=make_groups(), backing=BACKINGS["memory"],
         ) as owner, context.socket(zmq.DEALER) as dealer:  # fmt: skip
             dealer.linger = 0

@@ -142,6 +142,26 @@ def test_a_ring_takes_no_time_that_a_message_cannot_say(key: str, value: float) 
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lease_seconds": 8.0, "lease_max_seconds": 7.5},
+         r"lease_max_seconds got 7\.5, expected at least lease_seconds 8\.0"),
+        ({"lease_max_seconds": 5.0}, r"expected at least lease_seconds 10\.0"),
+        ({"heartbeat_seconds": 6.0}, "twice heartbeat_seconds"),
+        ({"heartbeat_seconds": 1.0, "session_timeout_seconds": 1.9}, "twice heartbeat_seconds"),
+        ({"max_attempts": 10**21}, "max_attempts"),
+        ({"max_attempts": 0}, "max_attempts"),
+    ],
+)  # fmt: skip
+def test_a_ring_takes_no_times_that_make_poison_of_sound_rows(
+    settings: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        RingTable(**settings)
+    assert RingTable(lease_seconds=8.0, lease_max_seconds=8.0).max_attempts == 3
+
+
+@pytest.mark.parametrize(
     "model", [RunTable, RingTable, ControlPlaneTable, GroupTable, LauncherTable]
 )
 def test_every_key_says_what_it_means(model: type[Table]) -> None:
