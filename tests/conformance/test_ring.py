@@ -283,13 +283,23 @@ def test_garbage_on_the_socket_is_counted_and_survived(rings: Rings, kind: str) 
     assert reader.next_row() == 0
 
 
-def test_a_message_over_the_limit_costs_its_sender_the_connection_only(rings: Rings) -> None:
+def test_a_message_over_the_limit_is_counted_and_one_far_over_costs_its_sender_the_connection(
+    rings: Rings,
+) -> None:
     owner, reader = rings.owner(), rings.reader()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(f"ipc://{rings.endpoint}")
-        socket.send(bytes(MAX_MESSAGE_BYTES + 1))
-        socket.send(b"x")
+        for num_bytes in (MAX_MESSAGE_BYTES + 1, 1):
+            socket.send(bytes(num_bytes))
+        counts = {"oversized": 1, "malformed": 1}
+        wait_until(lambda: owner.report().refused_messages == counts, "both came, over one line")
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.send(bytes(4 * MAX_MESSAGE_BYTES + 1))
+        wait_until(lambda: monitor.poll(0) or owner.report().refused_messages != counts, "it ends")
+        assert monitor.poll(0), "it was received"
+        socket.disable_monitor()
+        monitor.close(linger=0)
         publish(owner, 0)
         assert reader.next_row() == 0
 

@@ -149,12 +149,17 @@ def test_an_owner_that_was_stopped_blames_no_worker(scene: Scene) -> None:
         "lease_max_seconds": 60.0,
         "session_timeout_seconds": 1.2,
     }
-    scene.start("owner", "owner", num_rows=ROWS, row_seconds=0.02, table=patient)
+    # Held while it writes, the owner's main thread does not listen: else it could hear the worker's
+    # heartbeats before the ring thread looks at the clock.
+    scene.start("owner", "owner", num_rows=ROWS, table=patient, hold_in="writing", hold_at=9)
     scene.start("worker", "worker", hold_in="copying", hold_at=6)
-    scene.wait_for("worker", "holding")
+    for name in ("worker", "owner"):
+        scene.wait_for(name, "holding")
     scene.signal("owner", signal.SIGSTOP)
     time.sleep(3.0)
     scene.signal("owner", signal.SIGCONT)
+    time.sleep(0.5)
+    scene.go("owner")
     scene.go("worker")
     scene.wait_for_end("owner", "worker")
     scene.assert_nothing_is_lost()

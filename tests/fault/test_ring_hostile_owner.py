@@ -185,8 +185,16 @@ def test_a_flood_of_messages_does_not_keep_others_out(siege: Siege) -> None:
 
 
 def test_far_too_large_a_message_costs_its_sender_the_connection_only(siege: Siege) -> None:
+    before = siege.counts()["oversized"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.connect(f"ipc://{siege.endpoint}")
         dealer.send(bytes(8 * MAX_MESSAGE_BYTES))
+        wait_until(
+            lambda: monitor.poll(0) or siege.counts()["oversized"] > before, "the owner acts on it"
+        )
+        assert monitor.poll(0), "it was received"
+        dealer.disable_monitor()
+        monitor.close(linger=0)
         siege.check()

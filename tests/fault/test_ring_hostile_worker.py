@@ -146,13 +146,19 @@ def put(path: Path, num_bytes: int, mode: int = 0o600, uid: int = -1) -> None:
     os.chown(path, uid, uid)
 
 
+def put_link(path: Path, num_bytes: int) -> None:
+    """Link to a file that could be a ring's."""
+    put(path.with_name("outside"), num_bytes)
+    path.symlink_to(path.with_name("outside"))
+
+
 FOREIGN: dict[str, tuple[Callable[[Path, int], object], dict[str, Any]]] = {
     "a path": (lambda path, size: None, {"name": "../../etc/passwd"}),
     "an absolute path": (lambda path, size: None, {"name": "/etc/passwd"}),
     "a path under a ring's name": (lambda path, size: path.mkdir(), {"name": f"{NAME}/../outside"}),
     "a name that is no ring's": (lambda path, size: None, {"name": "outside"}),
     "a NUL": (lambda path, size: put(path, size), {"name": f"{NAME}\0"}),
-    "a link": (lambda path, size: path.symlink_to(path.with_name("outside")), {"name": NAME}),
+    "a link": (lambda path, size: put_link(path, size), {"name": NAME}),
     "a dangling link": (lambda path, size: path.symlink_to(path.with_name("x")), {"name": NAME}),
     "a directory": (lambda path, size: path.mkdir(), {"name": NAME}),
     "a fifo": (lambda path, size: os.mkfifo(path, 0o600), {"name": NAME}),
@@ -306,3 +312,18 @@ def test_broken_messages_end_no_worker(trap: Trap) -> None:
     assert lease is not None
     assert lease.is_intact(lease.read("token_ids"))
     worker.close()
+
+
+def test_a_worker_without_an_owner_keeps_nothing_for_it() -> None:
+    """Else the owner that comes late hears all the Hellos of the wait, and of hours of them."""
+    with tempfile.TemporaryDirectory(prefix="rd-") as folder:
+        endpoint = Path(folder) / "false.sock"
+        worker = RingConsumer(endpoint=endpoint, worker_id="early", group="main", capacity=2)
+        wait_until(lambda: worker._protocol._number >= 6, "it has tried a few times")
+        false = FalseOwner(endpoint)
+        wait_until(lambda: false.has_heard(Hello), "it is heard")
+        first = false.heard[0]
+        assert isinstance(first, Hello)
+        assert first.number >= 6
+        worker.close()
+        false.close()

@@ -181,7 +181,8 @@ def test_a_segment_of_another_size_is_refused(place: Path) -> None:
 def test_a_missing_or_linked_segment_is_not_opened(place: Path, tmp_path: Path) -> None:
     with pytest.raises(SegmentError, match="must share /dev/shm"):
         attach(ref_to(NAME))
-    (tmp_path / "elsewhere").write_bytes(bytes(4096))
+    (tmp_path / "elsewhere").touch(0o600)
+    (tmp_path / "elsewhere").write_bytes(bytes(4096))  # but for the link it could be a ring's
     (place / NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SegmentError):
         attach(ref_to(NAME))

@@ -204,3 +204,19 @@ def test_poison_needs_no_commit() -> None:
     bench.owner.end(0)
     worker.bye()
     assert bench.owner.is_drained()
+
+
+def test_an_owner_that_was_stopped_itself_waits_as_long_for_a_successor() -> None:
+    bench = Bench(session_timeout_seconds=1.0, resume_wait_seconds=1.0)
+    worker = bench.worker()
+    bench.publish(0)
+    (lease,) = worker.leases()
+    worker.release(lease)
+    bench.wait(1.3)  # the session has ended, and its row waits for the worker's next one
+    assert len(bench.owner.sessions) == 0
+    bench.now += 60.0
+    bench.owner.postpone(60.0)
+    bench.owner.tick(bench.now)
+    assert bench.recaptures() == []
+    bench.wait(1.1)
+    assert bench.recaptures() == [0]
