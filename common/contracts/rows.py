@@ -43,6 +43,17 @@ class RowSchema(Record):
         """64-bit hash of every field; equal schemas have equal fingerprints."""
         return xxhash.xxh3_64_intdigest(msgpack.packb(self.model_dump(mode="python")))
 
+    def differences(self, expected: "RowSchema") -> str:
+        """Name each field that differs from the same one of `expected`, with both values."""
+        pairs = {
+            name: (getattr(self, name), getattr(expected, name)) for name in type(self).model_fields
+        }
+        return "; ".join(
+            f"{name} got {got!r}, expected {wanted!r}"
+            for name, (got, wanted) in pairs.items()
+            if got != wanted
+        )
+
 
 class DocumentSpan(Record):
     """Which sample lies where in a row."""

@@ -232,9 +232,9 @@ class RingConsumer:
             )
         if self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
-                f"ring {self.endpoint}: got rows of {welcome.row_schema!r}, expected "
-                f"{self._layout.schema!r}; the target server was restarted with another target or "
-                f"data config, restart the workers as well"
+                f"ring {self.endpoint}: rows of another schema: "
+                f"{welcome.row_schema.differences(self._layout.schema)}; the target server was "
+                f"restarted with another target or data config, restart the workers as well"
             )
         try:
             self._segment = attach(welcome.segment, self._gpu)

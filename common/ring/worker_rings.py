@@ -148,9 +148,10 @@ class WorkerRings:
         return None
 
     def _check_schema(self, ring: RingConsumer) -> None:
-        expected = self._known_schema()
-        if ring.known_schema != expected and self._first is not None:
-            raise LayoutMismatchError(
-                f"ring {ring.endpoint}: got rows of {ring.known_schema!r}, expected those of "
-                f"{self._first.endpoint}, {expected!r}; give every target server the same config"
-            )
+        got, expected = ring.known_schema, self._known_schema()
+        if got is None or expected is None or self._first is None or got == expected:
+            return
+        raise LayoutMismatchError(
+            f"ring {ring.endpoint}: rows of another schema than those of {self._first.endpoint}: "
+            f"{got.differences(expected)}; give every target server the same config"
+        )

@@ -382,8 +382,9 @@ def test_an_owner_with_other_rows_is_refused_by_a_reader_that_has_buffers(rings:
     assert reader.next_row() == 0
     owner.close()
     rings.owner(schema=make_schema(row_tokens=256))
-    with pytest.raises(LayoutMismatchError, match="restart the workers"):
+    with pytest.raises(LayoutMismatchError, match="restart the workers") as raised:
         reader.take()
+    assert "schema: row_tokens got 256, expected 128; the target" in str(raised.value)
 
 
 def test_a_reader_that_comes_before_its_owner_waits_for_it(rings: Rings) -> None:

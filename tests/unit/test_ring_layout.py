@@ -1,6 +1,8 @@
 """Bytes of a slot."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -109,3 +111,11 @@ def test_token_hashes_cover_the_token_field_alone() -> None:
     assert layout.hash_tokens(memoryview(slot)) == before
     slot[layout.fields["token_ids"].offset] ^= 1
     assert layout.hash_tokens(memoryview(slot)) != before
+
+
+def test_the_document_has_every_field_of_a_row() -> None:
+    layout = SlotLayout(make_schema(aux_dtype="float8_e4m3fn", has_last_hidden_states=True))
+    document = (Path(__file__).parents[2] / "docs" / "ring-protocol.md").read_text()
+    table = re.search(r"^\| field \| type, shape \|\n(?:\|.*\n)+", document, re.MULTILINE)
+    assert table is not None
+    assert [name for name in layout.fields if f"`{name}`" not in table[0]] == []
