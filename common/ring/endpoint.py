@@ -79,7 +79,8 @@ class Listener:
         self.socket = _open(context, zmq.ROUTER)
         self._closing.callback(self.socket.close, linger=0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._handshakes: Handshakes | None = None
+        self._handshakes = Handshakes(self.socket)
+        self._closing.callback(self._handshakes.close)
         try:
             self.replaced_another = self._path.exists()
             if isinstance(endpoint, Path):
@@ -98,8 +99,7 @@ class Listener:
 
     def num_refused(self) -> int:
         """Return how many connections failed before their first message since the last call."""
-        ends = self._handshakes.ends() if self._handshakes is not None else ()
-        return sum(end != handshakes.SUCCEEDED for end in ends)
+        return sum(end != handshakes.SUCCEEDED for end in self._handshakes.ends())
 
     def close(self) -> None:
         """Close the socket."""
@@ -113,8 +113,6 @@ class Listener:
 
     def _bind_port(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: TcpEndpoint) -> None:
         url = _numeric_url(self.socket, endpoint)
-        self._handshakes = Handshakes(self.socket)
-        self._closing.callback(self._handshakes.close)
         if endpoint.curve_directory is not None:
             self._closing.callback(
                 require_known_clients(context, self.socket, endpoint.curve_directory)

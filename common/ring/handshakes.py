@@ -9,6 +9,8 @@ SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 UNAUTHORIZED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 OTHER_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 CLOSED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+# One watched socket a context.
+_ADDRESS = "inproc://handshakes"
 _EVENT = struct.Struct("<HI")
 
 
@@ -18,9 +20,12 @@ class Handshakes:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         """Call it before the socket is bound or connected."""
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(
-            SUCCEEDED | UNAUTHORIZED | OTHER_PROTOCOL | CLOSED
-        )
+        socket.monitor(_ADDRESS, SUCCEEDED | UNAUTHORIZED | OTHER_PROTOCOL | CLOSED)
+        self._monitor = socket.context.socket(zmq.PAIR)
+        # No bound: ZeroMQ's own thread waits for room here, and with it every connection, for ever
+        # where the socket is closed meanwhile.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.connect(_ADDRESS)
 
     def ends(self) -> Iterator[int]:
         """Take the events since the last call, in order."""
