@@ -22,6 +22,11 @@ def is_gone(path: Path) -> str:
 
 def cannot_open(path: Path, owner_pid: int, error: OSError) -> str:
     """Say why a reader cannot open an owner's file."""
+    if error.errno == errno.ELOOP:
+        return (
+            f"segment {path}: got a link to {_target(path)}, expected a target server's own file; no "
+            f"link is followed, remove it"
+        )
     said = f"segment {path}: {error.strerror}"
     if isinstance(error, FileNotFoundError) and _has_open_and_removed(owner_pid, path.name):
         return (
@@ -69,6 +74,12 @@ def too_small(directory: Path, num_slots: int, slot_bytes: int) -> str:
         f"{status.f_blocks * status.f_frsize}; lower ring.num_slots or data.row_tokens, or give it "
         f"more (containers: shm_size of the service that owns the IPC namespace)"
     )
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):
+        return repr(str(link.readlink()))
+    return "somewhere"
 
 
 def _has_open_and_removed(pid: int, name: str) -> bool:

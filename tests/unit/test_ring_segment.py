@@ -184,8 +184,11 @@ def test_a_missing_or_linked_segment_is_not_opened(place: Path, tmp_path: Path) 
     (tmp_path / "elsewhere").touch(0o600)
     (tmp_path / "elsewhere").write_bytes(bytes(4096))  # but for the link it could be a ring's
     (place / NAME).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SegmentError):
+    with pytest.raises(
+        SegmentError, match=rf"{NAME}: got a link to '{tmp_path}/elsewhere'"
+    ) as raised:
         attach(ref_to(NAME))
+    assert "must share" not in str(raised.value)
 
 
 def test_a_segment_that_was_removed_is_told_from_one_that_is_elsewhere(
