@@ -14,7 +14,7 @@ capacity in every message counts the buffers that are free or under a lease (R4)
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +89,7 @@ class RingConsumer:
         self._segment: Segment | None = None
         self._layout: SlotLayout | None = None
         self._attach_failures = 0
+        self._refused: Counter[str] = Counter()
         self._failure: BaseException | None = None
         self._last_heard = time.monotonic()
         self._next_hello = self._next_beat = 0.0
@@ -181,6 +182,12 @@ class RingConsumer:
     def is_drained(self) -> bool:
         """Every row of the group is settled and committed (R7); once told, it stays so."""
         return self._protocol.is_drained
+
+    @property
+    def refused_messages(self) -> Counter[str]:
+        """Messages of the owner that were dropped, by reason."""
+        with self._lock:
+            return self._refused.copy()
 
     @property
     def silent_seconds(self) -> float:
@@ -364,6 +371,7 @@ class RingConsumer:
             self._handlers[type(record)](record)
             self._changed.notify_all()
         except MessageError as error:
+            self._refused[error.reason] += 1
             _log.warning("message from the ring's owner dropped: %s", error)
 
     def _let_go_of_socket(self) -> None:

@@ -16,7 +16,7 @@ others do without a second buffer and no longer copy ahead; and a share can be m
 only after a round trip with the owner that gives it up, who may be stopped. The price is memory.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from common.contracts.rows import RowSchema
@@ -111,6 +111,11 @@ class WorkerRings:
     def is_drained(self) -> bool:
         """Every row of the group is settled and committed (R7)."""
         return all(self._is_done(ring) for ring in self.rings)
+
+    @property
+    def refused_messages(self) -> Counter[str]:
+        """Messages of all owners that were dropped, by reason."""
+        return sum((ring.refused_messages for ring in self.rings), Counter())
 
     def end_ring(self, ring: RingConsumer) -> None:
         """Wait for a target no longer: it has ended with every row of its ring committed."""

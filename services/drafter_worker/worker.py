@@ -96,6 +96,7 @@ class DrafterWorker:
     def describe(self) -> ServiceState:
         """Return the worker's state for the control plane."""
         self._parts.meter.graph_replays = self._parts.stepper.num_graph_replays
+        self._parts.meter.refused_messages = dict(self._parts.rings.refused_messages)
         detail = f"step {self._progress.step}"
         report = self._parts.meter.report()
         return ServiceState(self.phase, detail, self._progress.trained_rows, report)

@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,16 +297,20 @@ def test_broken_messages_end_no_worker(trap: Trap) -> None:
     worker = trap.worker()
     wait_until(lambda: trap.false.has_heard(Heartbeat), "the worker is welcomed")
 
+    said: Counter[str] = Counter()
+
     @settings(deadline=None, phases=(Phase.generate,), database=None, max_examples=150)
     @given(chance=st.randoms(use_true_random=False))
     def survives(chance: random.Random) -> None:
         raw = mutate(encode(any_record(chance.choice(WORKER_HEARS), chance)), chance)
         try:
             WORKER_DECODER.decode(raw)
-        except MessageError:
+        except MessageError as error:
             trap.false.say(raw)
+            said[error.reason] += 1
 
     survives()
+    wait_until(lambda: worker.refused_messages == said, "each of them is counted by its reason")
     session = next(r.session for r in reversed(trap.false.heard) if isinstance(r, Heartbeat))
     trap.false.say(trap.told.model_copy(update={"session": session}))
     lease = worker.acquire(60.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.contracts.ring_messages import LeaseRef
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet, shards_of
 from common.errors import ConfigError, LayoutMismatchError
@@ -16,6 +17,7 @@ from common.ring.lease import Lease
 from common.ring.owner import RingOwner
 from common.ring.segment import MemorySegment
 from common.ring.worker_rings import WorkerRings
+from services.drafter_worker.meter import Meter, Progress
 from tests.rings import make_groups, make_schema, make_table, publish, wait_until
 
 OpenTarget = Callable[..., RingOwner]
@@ -296,3 +298,20 @@ def test_an_owner_s_stall_does_not_delay_rows_of_another(
         for sequence in (1, 3, 5):
             publish(live, sequence)
             assert train(rings, take(rings)) == sequence
+
+
+def test_messages_that_a_worker_refuses_are_counted_over_all_its_rings(
+    target: OpenTarget, connect: Connect
+) -> None:
+    owners, rings = [target(0), target(1)], connect()
+    for owner in owners:
+        wait_until(lambda owner=owner: len(owner._protocol.sessions) == 1, "the worker is welcomed")
+        (session,) = owner._protocol.sessions.of_group("main")
+        nonsense = LeaseRef(slot=0, generation=0, lease_id=0)  # of a type that no worker hears
+        with owner._lock:
+            owner._protocol.outbox.append((session.identity, nonsense))
+            owner._watch.nudge()
+    wait_until(lambda: rings.refused_messages == Counter(unknown_type=2), "one of each is counted")
+    meter = Meter("main", 0, "cpu", Progress())
+    meter.refused_messages = dict(rings.refused_messages)
+    assert meter.report().refused_messages == {"unknown_type": 2}
