@@ -6,6 +6,7 @@ can be told to hold at one point of a row's life, until `<name>.go` exists or a 
 stop on SIGTERM as the services do, and end when the process that started them does.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -216,6 +217,11 @@ class Trainer(Program):
 
     def run(self) -> None:
         """Train until the stream is drained or a stop is asked for."""
+        with contextlib.closing(self._consumer):  # a goodbye is out, however it ends
+            self._train()
+        self.log.write("stopped" if self.stop.is_set() else "done")
+
+    def _train(self) -> None:
         self.log.write("started", consumed=self._consumer.consumed.model_dump(mode="json"))
         while not self.stop.is_set() and not self._is_over():
             lease = self._consumer.acquire(0.05)
@@ -229,8 +235,6 @@ class Trainer(Program):
                 self._save()
         self.pause("drained")
         self._save()
-        self._consumer.close()
-        self.log.write("stopped" if self.stop.is_set() else "done")
 
     def _is_over(self) -> bool:
         """Whether all is committed; an owner that has ended says so in the run's folder."""
