@@ -135,12 +135,15 @@ def _workers(status: Status) -> Iterator[Metric]:
         yield family
     last = _gauge("drafter_last_step_timestamp_seconds", "When the last step ended.", _WORKER)
     rate = _gauge("drafter_acceptance_rate_at", "Teacher-forced accuracy.", (*_WORKER, "position"))
+    refused = _counter("drafter_refused_messages", "Messages dropped.", (*_WORKER, "reason"))
     for labels, report in reports.items():
+        for reason, count in report.refused_messages.items():
+            refused.add_metric((*labels, reason), count)
         if report.last_step_age_seconds is not None:
             last.add_metric(labels, status.time - report.last_step_age_seconds)
         for position, value in enumerate(report.acceptance_rate_at):
             rate.add_metric((*labels, str(position)), value)
-    yield from (last, rate)
+    yield from (last, rate, refused)
 
 
 def _rings(status: Status) -> Iterator[Metric]:

@@ -62,6 +62,7 @@ class Conversations:
         self._seed = seed
         self._mask_options = mask_options(table)
         self._vocabulary_size = len(tokenizer)
+        self._most_characters = table.row_tokens * max(map(len, tokenizer.get_vocab()))
         self._mixture = Mixture(table, seed, index_folder)
         self.counts = SampleCounts()
         """Counts of the pass that began last."""
@@ -156,6 +157,7 @@ class Conversations:
         if isinstance(conversation.content, Pretokenised):
             self._check_ids(conversation.content.token_ids)
             return [(conversation.content, ())]
+        self._check_characters(conversation.content)
         try:
             rendered = render_samples(
                 self._tokenizer,
@@ -193,6 +195,16 @@ class Conversations:
         if len(ids.token_ids) > row_tokens:
             raise RowRejectedError(
                 "too_long", f"got {len(ids.token_ids)} tokens, expected at most {row_tokens}"
+            )
+
+    def _check_characters(self, messages: list[Any]) -> None:
+        """Refuse what no row can hold before it is tokenized, which takes 200 bytes a character."""
+        size = num_characters(messages)
+        if size > self._most_characters:
+            raise RowRejectedError(
+                "too_long",
+                f"got {size} characters, expected at most {self._most_characters}: the longest token "
+                f"times {self._table.row_tokens}",
             )
 
     def _check_ids(self, token_ids: np.ndarray) -> None:
@@ -268,6 +280,14 @@ class SamplePass(Iterator[Sample]):
             _log.warning("skipped %d conversations: %s", counts.skipped.total, counts.skipped)
         if counts.noted.total:
             _log.warning("used, but odd: %s", counts.noted)
+
+
+def num_characters(messages: list[Any]) -> int:
+    """Return the length of the messages' texts: of strings, and of the text parts of lists."""
+    values = [value for m in messages if isinstance(m, dict) for value in m.values()]
+    parts = [part for value in values if isinstance(value, list) for part in value]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return sum(len(text) for text in (*values, *texts) if isinstance(text, str))
 
 
 def mask_options(table: DataTable) -> MaskOptions:

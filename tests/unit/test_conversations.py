@@ -48,6 +48,16 @@ POISON = {
 }
 
 
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_text_that_no_row_can_hold_is_not_tokenized(tmp_path, monkeypatch, as_parts):
+    text = "fox " * 3_000_000
+    answer = [{"type": "text", "text": text}] if as_parts else text
+    source = conversations(write(tmp_path / "data.jsonl", [{"messages": turns(answer=answer)}]))
+    monkeypatch.setattr("services.target_server.conversations.render_samples", None)
+    with pytest.raises(RowRejectedError, match=r"got 120000\d\d characters"):
+        source.read(0)
+
+
 @pytest.mark.parametrize("reason", POISON)
 def test_what_cannot_be_used_is_counted_under_its_reason(tmp_path, reason):
     rows = [*POISON[reason], {"messages": turns()}]

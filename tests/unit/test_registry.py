@@ -166,6 +166,13 @@ def test_a_session_takes_the_place_of_a_silent_one_of_its_name(
     assert only(registry).heartbeat.session == 2
 
 
+def test_messages_that_a_worker_refused_are_counted_by_reason(registry: Registry) -> None:
+    registry.take_heartbeat(beat("drafter_worker", report=worker_report()))
+    text = render(status_of(registry)).decode()
+    labels = 'group="main",index="0",instance="worker-0",reason="malformed"'
+    assert f"drafter_refused_messages_total{{{labels}}} 2.0" in text
+
+
 def test_a_ring_is_its_newest_owner_s_and_a_killed_one_is_forgotten_when_it_is_silent(
     registry: Registry, clock: Clock
 ) -> None:
