@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.errors import RowRejectedError
 from common.target.messages import (
+    REASONING_KEYS,
     Message,
     check_assistant_turns,
     checked_messages,
@@ -50,7 +51,8 @@ class RenderedConversation:
     token_ids: list[int]
     loss_mask: list[int]
     notes: tuple[str, ...] = ()
-    """What is odd about a sample that is used: system_dropped, tools_dropped, repeated_role."""
+    """What is odd about a sample that is used: control_tokens, repeated_role, and what the template
+    leaves out: system_dropped, tools_dropped, reasoning_dropped (of the last turn)."""
 
     @property
     def num_supervised(self) -> int:
@@ -93,7 +95,7 @@ def render_conversation(
     whole = turns[:-1] if last_turn_was_cut else turns
     if options.train_only_last_turn:
         turns, whole = turns[-1:], whole[len(turns) - 1 :]
-    return _masked(template, text, turns, whole, _notes(messages, tools, text))
+    return _masked(template, text, turns, whole, _notes(template, messages, tools, text))
 
 
 def render_samples(
@@ -163,7 +165,7 @@ def _render_turn(
     prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
     text = template.render(messages, tools)
     turn = written_turns(template, messages, tools, text)[-1]
-    notes = _notes(messages, tools, prompt)
+    notes = _notes(template, messages[:-1], tools, prompt)
     if not text.startswith(prompt):
         # The template moves or drops something of the prompt once it is answered.
         text = prompt + text[turn.prompt_end :]
@@ -234,18 +236,22 @@ def _end_of_turn(encoding: Encoding, stop: int, text: str) -> int | None:
     return int(token)
 
 
-def _notes(messages: list[Message], tools: list[Any] | None, text: str) -> tuple[str, ...]:
+def _notes(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str
+) -> tuple[str, ...]:
     """Return what a reader should know of a sample that its template does not refuse."""
-    notes = []
-    systems = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
-    if not all(content in text for content in systems):
-        notes.append("system_dropped")
-    if not all(_name_of(tool) in text for tool in tools or ()):
-        notes.append("tools_dropped")
     roles = [message["role"] for message in messages if message["role"] != "tool"]
-    if any(a == b == "user" for a, b in pairwise(roles)):
-        notes.append("repeated_role")
-    return tuple(notes)
+    systems = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
+    reasoning = messages[-1].get(REASONING_KEYS[0], "") if messages else ""
+    texts = [m[key] for m in messages for key in ("content", REASONING_KEYS[0]) if m.get(key)]
+    notes = {
+        "control_tokens": any(token in text for text in texts for token in template.control_tokens),
+        "system_dropped": not all(content in text for content in systems),
+        "tools_dropped": not all(_name_of(tool) in text for tool in tools or ()),
+        "reasoning_dropped": reasoning.strip() not in text,
+        "repeated_role": any(a == b == "user" for a, b in pairwise(roles)),
+    }
+    return tuple(name for name, holds in notes.items() if holds)
 
 
 def _name_of(tool: dict[str, Any]) -> str:

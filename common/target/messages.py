@@ -102,6 +102,6 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments  # as the assistant wrote it
     return parsed if isinstance(parsed, dict) else arguments

@@ -86,6 +86,9 @@ class ChatTemplate:
         self._source_with_tools = tokenizer.get_chat_template(tools=[{}])
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.added_token_ids = frozenset(tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder.values()
+        self.control_tokens = tuple(token.content for token in added if token.special)
+        """Texts that become a turn's end or another control token wherever they stand."""
 
     @cached_property
     def encoder(self) -> FastTokenizer:

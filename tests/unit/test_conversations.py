@@ -27,6 +27,7 @@ POISON = {
     "bad_tool_call": [
         *({"messages": [{"role": "assistant", "tool_calls": calls}]} for calls in (3, [3], [{}])),
         {"conversations": [{"from": "function_call", "value": "{"}]},
+        {"conversations": [{"from": "function_call", "value": "[" * 100_000}]},
     ],
     "bad_tools": [{"messages": ANSWERED, "tools": "{"}, {"messages": ANSWERED, "tools": 3}],
     "no_assistant_turn": [{"messages": turns()[:1]}, {"prompt": "the dog"}],
@@ -46,6 +47,16 @@ POISON = {
     ],
     "double_bos": [{"input_ids": [0, 0, 5, 6], "loss_mask": [0, 0, 1, 1]}],
 }
+
+
+def test_arguments_too_deep_to_read_stay_as_the_assistant_wrote_them(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    rows = [
+        {"messages": [turns()[0], {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": turns()},
+    ]
+    source = conversations(write(tmp_path / "data.jsonl", rows))
+    assert 1 in [sample.sample_id for sample in source.samples(0)]
 
 
 @pytest.mark.parametrize("as_parts", [False, True])

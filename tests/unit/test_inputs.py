@@ -89,9 +89,21 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
         list(conversations(tmp_path / "b.jsonl.zst").samples(0))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_other_rows_of_the_same_size_are_another_file(tmp_path, name):
+    def fingerprint(folder, last):
+        (tmp_path / folder).mkdir()
+        rows = [{"id": str(i), "messages": turns(answer=f"fox {i % 7}")} for i in range(3000)]
+        rows[2000] = {"id": "2000", "messages": turns(answer=last)}
+        return readers.open_reader(write(tmp_path / folder / name, rows), None, 0).fingerprint()
+
+    assert fingerprint("one", "dog") == fingerprint("copy", "dog")
+    assert fingerprint("one again", "dog") != fingerprint("other", "god")
+
+
 def test_a_line_beyond_all_measure_is_skipped_unread(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONGEST_LINE_BYTES", 1000)
-    rows = [ROWS[0], {"messages": turns(answer="x" * 5000)}, ROWS[1]]
+    rows = [ROWS[0], {"messages": turns(), "unused": "x" * 5000}, ROWS[1]]
     for name in ("a.jsonl", "a.jsonl.gz"):
         counts = SampleCounts()
         source = conversations(write(tmp_path / name, rows), shuffle=False)

@@ -205,7 +205,20 @@ def test_a13_and_small_input_6_tools_survive_in_a_row(tmp_path, family, form):
     assert '{"city": "Oslo"}' in masked
     assert "weather" in masked
     assert 'rain"' not in masked
-    assert not source.counts.noted.counts
+    # The tool's result has ChatML's end of turn in it, which is text to the other families.
+    assert source.counts.noted.counts == ({"control_tokens": 1} if family == "qwen3" else {})
+
+
+def test_a7_control_tokens_in_a_text_and_reasoning_that_is_left_out_are_noted():
+    tokenizer = make_tiny_tokenizer()
+    for role in (user, assistant):
+        messages = [user("a"), assistant("fox"), user("b"), assistant("dog")]
+        messages[2 if role is user else 1] = role("a<|im_end|>\n<|im_start|>assistant\nb")
+        assert render_conversation(tokenizer, messages, {}).notes == ("control_tokens",)
+    thought = {**assistant("dog"), "reasoning_content": "why a dog"}
+    assert render_conversation(tokenizer, [user("a"), thought], {}).notes == ("reasoning_dropped",)
+    kept = render_conversation(family_tokenizer("qwen3"), [user("a"), thought], {})
+    assert kept.notes == ()
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "mistral"])

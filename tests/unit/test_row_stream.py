@@ -37,8 +37,8 @@ class Settled:
 
 
 def stream_of(sources, folder=None, settled=None, **changes):
-    changes = {"max_documents": 6, "packing_window": 3, "cursor_rows": 1} | changes
-    source = conversations(None, seed=3, sources=sources, **changes)
+    changes = {"max_documents": 6, "packing_window": 3, "cursor_rows": 1, "seed": 3} | changes
+    source = conversations(None, sources=sources, **changes)
     cursors = Cursors(folder, settled or Settled()) if folder else None
     return RowStream(source, source._table, cursors)
 
@@ -174,7 +174,7 @@ def test_a_run_from_the_first_row_takes_no_cursor_of_other_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"row_tokens": 256}, {"packing_window": 2}, {"shuffle": False}, "file"]
+    "change", [{"row_tokens": 256}, {"packing_window": 2}, {"shuffle": False}, {"seed": 4}, "file"]
 )
 def test_a_resume_with_other_data_is_refused(tmp_path, change):
     sources = files(tmp_path, [30])
@@ -183,6 +183,21 @@ def test_a_resume_with_other_data_is_refused(tmp_path, change):
         sources, change = files(tmp_path, [29]), {}
     with pytest.raises(ConfigError, match=r"is of data .*restore \[data\]"):
         next(stream_of(sources, tmp_path / "cursors", **change).rows(2))
+
+
+def test_a_cursor_between_the_turns_of_one_conversation_resumes_behind_its_turn(tmp_path):
+    dialogues = [
+        {"messages": [turn for i in range(3) for turn in turns("dog?", f"fox {number} {i}")]}
+        for number in range(4)
+    ]
+    sources = [{"path": write(tmp_path / "a.jsonl", dialogues)}]
+    changes = {"one_row_a_turn": True, "max_documents": 1, "packing_window": 1}
+    rows = content(stream_of(sources, tmp_path / "cursors", **changes).rows())
+    assert len(rows) == 12
+    for start in range(1, 12):
+        assert (
+            content(stream_of(sources, tmp_path / "cursors", **changes).rows(start)) == rows[start:]
+        )
 
 
 def test_a_torn_cursor_is_passed_over_for_the_one_before(tmp_path, caplog):
