@@ -2,7 +2,7 @@
 
 `python -m tests.bad_server PORT_FILE LOG_FILE [FAULT ...]` binds a free port, writes it to
 PORT_FILE and logs a JSON line a request. Each conversation state meets each named fault once, in
-order, before it is answered; what it is answered is a function of its messages alone.
+order, before it is answered (a fault that begins with "{" is a body of status 200); what it is answered is a function of its messages alone.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ _BODIES = {
     "malformed": '{"choices": [',
     "no_choices": '{"error": {"message": "tired"}}',
 }
+_WAITS = {"wait_429": "1", "day_429": "86400"}
 _TRANSPORTS: dict[tuple[str, int], Any] = {}
 
 
@@ -66,9 +67,14 @@ async def misbehave(fault: str, request: Request) -> Response | None:
         _reset(request)
     if fault == "truncated":
         return StreamingResponse(_half(), headers={"content-length": "1000"})
+    if fault.startswith("{"):
+        return Response(fault, media_type="application/json")
+    if fault.startswith("echo"):
+        key = request.headers.get("authorization", "")
+        return JSONResponse({"error": "x" * 170 + f" no such key: {key}"}, int(fault[-3:]))
     if fault in _BODIES:
         return Response(_BODIES[fault], media_type="application/json")
-    headers = {"retry-after": "1"} if fault == "wait_429" else {}
+    headers = {"retry-after": _WAITS[fault]} if fault in _WAITS else {}
     return JSONResponse({"error": f"fault {fault}"}, int(fault[-3:]), headers=headers or None)
 
 

@@ -12,8 +12,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import httpx
 
@@ -22,11 +22,12 @@ from common.errors import AnswerError, ConfigError, RowRejectedError
 from services.target_server.dialogues import Dialogue, Reply
 from services.target_server.generation_config import GenerationTable
 from services.target_server.regeneration_config import RegenerationTable
+from services.target_server.replies import read_reply
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
 _RETRIED = (408, 409, 425, 429)
-_REASONING_KEYS = ("reasoning_content", "reasoning")
+_Read = TypeVar("_Read")
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +65,7 @@ class ChatClient:
         """Return the next turn.
 
         Raises:
-            RowRejectedError: the server refuses this conversation.
+            RowRejectedError: the server refuses this conversation, or its last answer is none.
             AnswerError: every attempt failed.
             ConfigError: the server refuses this client, or has no such model.
         """
@@ -73,12 +74,10 @@ class ChatClient:
             body["tools"] = dialogue.tools
         if body["temperature"] > 0:
             body["seed"] = seed
-        payload = await self._request("POST", "chat/completions", body)
-        return _reply_in(payload)
+        return await self._request("POST", "chat/completions", body, read_reply)
 
     async def _only_model(self) -> str:
-        payload = await self._request("GET", "models", None)
-        names = [model["id"] for model in payload["data"]]
+        names = await self._request("GET", "models", None, _model_names)
         if len(names) != 1:
             raise ConfigError(
                 f"regeneration.server={self._table.server!r} has {len(names)} models "
@@ -86,8 +85,11 @@ class ChatClient:
             )
         return names[0]
 
-    async def _request(self, method: str, path: str, body: Any) -> dict[str, Any]:
+    async def _request(
+        self, method: str, path: str, body: Any, read: Callable[[dict[str, Any]], _Read]
+    ) -> _Read:
         problem = ""
+        rejected: RowRejectedError | None = None
         for attempt in range(self._table.max_attempts):
             if attempt:
                 self.num_retries += 1
@@ -98,18 +100,27 @@ class ChatClient:
                 async with asyncio.timeout(self._table.timeout_seconds):
                     response = await self._http.request(method, path, json=body)
             except (httpx.TransportError, TimeoutError) as error:
+                rejected = None
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
                 payload = _payload_in(response, "choices" if body else "data")
                 if payload is not None:
-                    return payload
+                    try:
+                        return read(payload)
+                    except RowRejectedError as error:
+                        rejected = error
+                        continue
+                rejected = None
                 problem = f"a body that is no answer: {response.text[:200]!r}"
                 continue
+            rejected = None
             problem = f"status {response.status_code}: {response.text[:200]!r}"
             if response.status_code < 500 and response.status_code not in _RETRIED:
                 raise self._refusal(response, problem)
             self._hold_back(response)
+        if rejected:
+            raise rejected
         raise AnswerError(
             f"{self._table.server!r}: no answer in {self._table.max_attempts} attempts; the last "
             f"one got {problem}"
@@ -179,24 +190,13 @@ def _payload_in(response: httpx.Response, key: str) -> dict[str, Any] | None:
             entries[0]["message"].get("content")
         elif not all(isinstance(entry["id"], str) for entry in entries):
             return None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
     return payload
 
 
-def _reply_in(payload: dict[str, Any]) -> Reply:
-    choice = payload["choices"][0]
-    said = choice["message"]
-    message: dict[str, Any] = {"role": "assistant", "content": said.get("content") or ""}
-    reasoning = next((said[key] for key in _REASONING_KEYS if said.get(key)), None)
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if said.get("tool_calls"):
-        message["tool_calls"] = said["tool_calls"]
-    usage = payload.get("usage") or {}
-    return Reply(
-        message, str(choice.get("finish_reason") or "unknown"), usage.get("completion_tokens") or 0
-    )
+def _model_names(payload: dict[str, Any]) -> list[str]:
+    return [model["id"] for model in payload["data"]]
 
 
 def _retry_after(text: str) -> float:

@@ -92,6 +92,6 @@ class _ServerRun:
         self._refused_in_a_row += 1
         if self._refused_in_a_row >= max(self._concurrency, 8):
             raise ConfigError(
-                f"the server has refused the last {self._refused_in_a_row} prompts; check "
-                f"[generation] and regeneration.request. The last one: {error}"
+                f"the server has refused the last {self._refused_in_a_row} prompts, or answered "
+                f"them with what is no answer; check [generation] and regeneration.request. The last one: {error}"
             )

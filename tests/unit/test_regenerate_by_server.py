@@ -2,15 +2,17 @@
 
 import gzip
 import json
+import math
 import threading
 
 import pytest
 
 from common.config.loading import load
-from common.errors import AnswerError, ConfigError
+from common.errors import AnswerError, ConfigError, RowRejectedError
 from services.target_server.chat_client import _retry_after
 from services.target_server.regenerate import run
 from services.target_server.regeneration_config import RegenerateConfig
+from services.target_server.replies import read_reply
 from tests.bad_server import answer_to, requests_in, serving
 
 MENDED = ("429", "500", "503", "reset", "malformed", "no_choices", "truncated", "slow")
@@ -207,6 +209,66 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(tmp_path, monke
         regenerate(tmp_path, address)
     assert {entry["key"] for entry in requests_in(tmp_path)} == {"Bearer secret-key"}
     assert "secret-key" not in str(caught.value) + caplog.text
+
+
+def body(message, **keys):
+    choice = {"message": message, "finish_reason": "stop"}
+    return json.dumps({"choices": [choice], **keys})
+
+
+@pytest.mark.parametrize(
+    "usage", [[1], "x", 7, {"completion_tokens": "5"}, {"completion_tokens": [5]},
+              {"completion_tokens": -5}, {"completion_tokens": 5.5}]
+)  # fmt: skip
+def test_a_usage_of_a_wrong_type_is_ignored(usage):
+    reply = read_reply(json.loads(body({"content": "yes"}, usage=usage)))
+    assert reply.message == {"role": "assistant", "content": "yes"}
+    assert reply.num_tokens == 0
+
+
+GARBAGE = [
+    {"content": 7},
+    {"content": ["a"]},
+    {"content": "", "reasoning": ""},
+    {"content": None},
+    {"content": " "},
+    {"content": "", "tool_calls": "junk"},
+    {"content": "", "tool_calls": [7]},
+    {"content": "a", "reasoning": ["b"]},
+    {"content": "half \ud83d"},
+    {"content": "", "tool_calls": [{"function": {"name": "a", "arguments": {"b": math.nan}}}]},
+]
+
+
+@pytest.mark.parametrize("message", GARBAGE)
+def test_an_answer_that_is_none_is_refused(message):
+    with pytest.raises(RowRejectedError, match=r"bad_answer|empty_answer"):
+        read_reply(json.loads(body(message)))
+
+
+def test_an_answer_that_is_none_is_asked_for_again(tmp_path):
+    prompts_file(tmp_path, many(2))
+    with serving(tmp_path, *map(body, GARBAGE)) as address:
+        rows, summary = regenerate(tmp_path, address, "regeneration.max_attempts=11")
+    for key, messages in many(2).items():
+        assert rows[key]["messages"] == [*messages, answer_to(messages)[0]]
+    assert summary["skipped"] == {}
+    assert len(requests_in(tmp_path)) == 2 * 11
+
+
+def test_what_is_never_an_answer_is_refused_with_a_reason_and_not_written(tmp_path):
+    prompts_file(tmp_path, many(2))
+    with serving(tmp_path, body({"content": 7}), body({"content": 7})) as address:
+        rows, summary = regenerate(tmp_path, address, "regeneration.max_attempts=2")
+        assert rows == {}
+        assert summary["skipped"] == {"bad_answer": 2}
+        again, _ = regenerate(tmp_path, address, "regeneration.max_attempts=2")
+    assert set(again) == {"p0", "p1"}
+
+
+def test_an_empty_answer_that_was_withheld_is_the_servers_word():
+    payload = {"choices": [{"message": {"content": None}, "finish_reason": "content_filter"}]}
+    assert read_reply(payload).finish_reason == "content_filter"
 
 
 def test_a_server_that_is_gone_ends_the_run_and_what_was_answered_stays(tmp_path):
