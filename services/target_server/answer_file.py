@@ -37,8 +37,9 @@ class AnswerFile:
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; it outlives this process, and within a second the machine."""
-        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        """Write one record of what JSON can hold; it outlives this process, and within a second
+        the machine."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         while line:
             line = line[self._file.write(line) :]
         self.ids.add(record["id"])

@@ -24,6 +24,7 @@ from services.target_server.generation import Answer, AnswerWriter, Request
 from services.target_server.inputs.formats import Pretokenised, read_conversation
 from services.target_server.inputs.mixture import source_of
 from services.target_server.packing import PackedRow, Packer, RecordedRow, Sample, make_row, pack
+from services.target_server.plain_json import check_text
 from services.target_server.recipe_journal import Recipe, RecipeJournal
 from services.target_server.seeds import answer_seed
 
@@ -46,6 +47,7 @@ class Prompts(Conversations):
             raise RowRejectedError("no_user_turn", "nothing in it asks for an answer")
         num_answers = next(i for i, role in enumerate(reversed(roles)) if role != "assistant")
         asked = conversation.content[: len(roles) - num_answers]
+        check_text([asked, conversation.tools])
         ids = render_prompt(self._tokenizer, asked, self._template_kwargs, tools=conversation.tools)
         if len(ids) > self._table.row_tokens - _SHORTEST_ANSWER:
             raise RowRejectedError(

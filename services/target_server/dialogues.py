@@ -3,9 +3,14 @@
 Turns are written in order, each behind the answers before it. A conversation ends early where an
 answer does not end by itself, for what follows would answer something else, and with the first
 turn that called tools: the results behind it belong to that other call.
+
+Messages and tools that JSON in UTF-8 cannot hold (NaN, a date, half a surrogate pair) make a row
+unusable, for no server could be sent them. Other columns go into the output as they are, and are
+left out of it where JSON has no form for them.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +23,10 @@ from common.target.messages import checked_messages, checked_tools
 from services.target_server.inputs.formats import Pretokenised, name_of, parse, read_conversation
 from services.target_server.inputs.readers import CompressedLines, RawRow, Reader, open_reader
 from services.target_server.inputs.turns import Message
+from services.target_server.plain_json import check_json, is_json
 
 _REPLACED_KEYS = ("id", "messages", "conversations", "prompt", "system", "tools", "finish_reason")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,15 @@ class Dialogue:
                 "finish_reason": self.finish_reason}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class UnusableRow:
+    """A row that holds no prompt."""
+
+    name: str
+    """Its line, and its id where it has one."""
+    error: RowRejectedError
+
+
 class Sink(Protocol):
     """Where answered dialogues go."""
 
@@ -86,20 +102,25 @@ def open_prompts(path: Path) -> Reader:
     return open_reader(path, None, 0)
 
 
-def read_dialogues(reader: Reader) -> Iterator[Dialogue | RowRejectedError]:
+def read_dialogues(reader: Reader) -> Iterator[Dialogue | UnusableRow]:
     """Yield each usable row, or what is wrong with it and where.
 
     A row without an id gets a hash of its messages; of two rows with one id the first counts.
     """
     seen: set[str] = set()
+    dropped: set[str] = set()
     for number, raw in _rows(reader):
+        name = f"line {number + 1}"
         try:
-            dialogue = _dialogue(raw)
+            row = parse(raw)
+            if key := name_of(row, ""):
+                name = f"{key} ({name})"
+            dialogue = _dialogue(row, dropped)
             if dialogue.id in seen:
                 raise RowRejectedError("same_id", dialogue.id)
         except RowRejectedError as error:
             if error.reason != "empty_line":
-                yield RowRejectedError(error.reason, f"line {number + 1}")
+                yield UnusableRow(name, error)
             continue
         seen.add(dialogue.id)
         yield dialogue
@@ -117,18 +138,27 @@ def _rows(reader: Reader) -> Iterator[tuple[int, RawRow]]:
         yield from ((number, reader.read(number)) for number in range(len(reader)))
 
 
-def _dialogue(raw: RawRow) -> Dialogue:
-    """Return a row's conversation up to the first turn to be written, or `RowRejectedError`."""
-    row = parse(raw)
+def _dialogue(row: dict[str, Any], dropped: set[str]) -> Dialogue:
+    """Return a row's conversation up to the first turn to be written, or `RowRejectedError`.
+
+    Columns that are left out are added to `dropped`, and logged the first time.
+    """
     conversation = read_conversation(row)
     if isinstance(conversation.content, Pretokenised):
         raise RowRejectedError("no_messages", "got token ids, expected messages or a prompt")
     segments = _segments(checked_messages(conversation.content))
     if not segments:
         raise RowRejectedError("no_user_turn", "nothing in it asks for an answer")
+    tools = checked_tools(conversation.tools) or []
+    check_json("bad_content", segments)
+    check_json("bad_tools", tools)
     key = name_of(row, "") or xxhash.xxh3_64_hexdigest(json.dumps(segments).encode())
-    extra = {name: value for name, value in row.items() if name not in _REPLACED_KEYS}
-    return Dialogue(key, segments[0], segments[1:], checked_tools(conversation.tools) or [], extra)
+    others = {name: value for name, value in row.items() if name not in _REPLACED_KEYS}
+    extra = {name: value for name, value in others.items() if is_json([name, value])}
+    for name in others.keys() - extra.keys() - dropped:
+        dropped.add(name)
+        _log.warning("column %r has values that JSON cannot hold; they are left out", name)
+    return Dialogue(key, segments[0], segments[1:], tools, extra)
 
 
 def _segments(messages: list[Message]) -> list[list[Message]]:

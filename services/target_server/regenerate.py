@@ -25,7 +25,13 @@ from common.lifecycle import run_service
 from common.telemetry import logs
 from services.target_server.answer_file import AnswerFile
 from services.target_server.counts import SkipCounts
-from services.target_server.dialogues import Dialogue, count_rows, open_prompts, read_dialogues
+from services.target_server.dialogues import (
+    Dialogue,
+    UnusableRow,
+    count_rows,
+    open_prompts,
+    read_dialogues,
+)
 from services.target_server.progress import Progress
 from services.target_server.regeneration_config import RegenerateConfig, RegenerationTable
 
@@ -75,8 +81,8 @@ class Answers:
     def waiting(self) -> Iterator[Dialogue]:
         """Yield the conversations that neither file has; count the lines that are none."""
         for dialogue in read_dialogues(self._prompts):
-            if isinstance(dialogue, RowRejectedError):
-                self.skip(dialogue, dialogue.detail)
+            if isinstance(dialogue, UnusableRow):
+                self.skip(dialogue.error, dialogue.name)
             elif not self._has(dialogue.id):
                 yield dialogue
 
@@ -92,6 +98,8 @@ class Answers:
 
     def skip(self, error: RowRejectedError, name: str) -> None:
         """Count a conversation that nobody can answer."""
+        if error.reason not in self.skipped.counts:
+            _log.warning("prompt %s is skipped: %s", name, error)
         self.skipped.add(error.reason, name)
         self._progress.advance(1, 0)
 

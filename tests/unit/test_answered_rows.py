@@ -210,3 +210,12 @@ def test_prompts_that_nobody_can_answer_end_the_run(target, tmp_path):
     data = DataTable(source="prompts", path=tmp_path / "prompts.jsonl", row_tokens=128)
     with pytest.raises(ConfigError, match="none of the prompts"):
         list(Run(target, data, tmp_path).rows.rows())
+
+
+def test_half_a_surrogate_pair_is_skipped_and_counted(target, data, tmp_path):
+    with data.path.open("a") as file:
+        file.write('{"id": "h", "prompt": "half \\ud83d"}\n')
+        file.write('{"id": "t", "prompt": "a", "tools": [{"name": "\\ud83d"}]}\n')
+    run = Run(target, data, tmp_path, temperature=0.0)
+    assert sorted(samples_in(run.rows.rows())) == list(range(COUNT))
+    assert run.rows.counts.skipped.counts == {"not_json": 1, "too_long": 1, "bad_utf8": 2}

@@ -128,14 +128,17 @@ def test_unusable_lines_are_counted_and_left_out(target, tmp_path):
     no_user = {"id": "s", "messages": [{"role": "system", "content": "a"}]}
     long = {"id": "l", "messages": [{"role": "user", "content": "x" * 600}]}
     nameless = {"messages": prompt(2)["messages"]}
-    lines = [prompt(1), "{", "[]", no_user, nameless, prompt(1), "", long]
+    half = '{"id": "h", "prompt": "half \\ud83d"}'
+    lines = [prompt(1), "{", half, "[]", no_user, nameless, prompt(1), "", long]
     write(tmp_path / "prompts.jsonl", lines)
     config = load(RegenerateConfig, [], assignments(target, tmp_path), {})
     summary = run(config, threading.Event())
     ids = [row["id"] for row in read(tmp_path / "output.jsonl")]
     assert "p1" in ids
     assert sorted(map(len, ids)) == [2, 16]
-    assert summary["skipped"] == {"not_json": 2, "no_user_turn": 1, "same_id": 1, "too_long": 1}
+    assert summary["skipped"] == {
+        "not_json": 2, "bad_utf8": 1, "no_user_turn": 1, "same_id": 1, "too_long": 1
+    }  # fmt: skip
 
 
 def test_missing_prompts_are_a_config_error(target, tmp_path):

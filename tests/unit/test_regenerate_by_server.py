@@ -1,5 +1,6 @@
 """Answers from a server over real sockets, whatever the server does on the way."""
 
+import datetime
 import gzip
 import json
 import math
@@ -269,6 +270,41 @@ def test_what_is_never_an_answer_is_refused_with_a_reason_and_not_written(tmp_pa
 def test_an_empty_answer_that_was_withheld_is_the_servers_word():
     payload = {"choices": [{"message": {"content": None}, "finish_reason": "content_filter"}]}
     assert read_reply(payload).finish_reason == "content_filter"
+
+
+HALF = "\\ud83d"
+
+
+def test_prompts_that_cannot_be_sent_are_skipped_by_reason_every_time(tmp_path, caplog):
+    lines = [
+        json.dumps({"id": "n", "prompt": "a", "tools": [{"name": "b", "limit": math.nan}]}),
+        f'{{"id": "h", "prompt": "half {HALF}"}}',
+        f'{{"id": "t", "prompt": "a", "tools": [{{"name": "{HALF}"}}]}}',
+        f'{{"id": "e", "prompt": "a", "note": "{HALF}", "score": NaN, "tag": 3}}',
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    with serving(tmp_path) as address:
+        for _ in range(2):
+            rows, summary = regenerate(tmp_path, address)
+            assert set(rows) == {"e"}
+            assert rows["e"].keys() == {"id", "messages", "tag", "finish_reason"}
+            assert summary["skipped"] == {"bad_tools": 1, "bad_utf8": 2}
+    assert summary["answered_before"] == 1
+    assert "bad_utf8: 2 (first: h (line 2), t (line 3))" in caplog.text
+    assert "column 'score' has values that JSON cannot hold" in caplog.text
+
+
+def test_parquet_columns_that_json_cannot_hold_are_left_out(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    at = datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC)
+    rows = [{"id": str(i), "prompt": "a", "at": at, "raw": b"\xff", "tag": i} for i in range(2)]
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with serving(tmp_path) as address:
+        found, _ = regenerate(tmp_path, address, f"regeneration.prompts={path}")
+    assert {key: row["tag"] for key, row in found.items()} == {"0": 0, "1": 1}
+    assert found["0"].keys() == {"id", "messages", "tag", "finish_reason"}
 
 
 def test_a_server_that_is_gone_ends_the_run_and_what_was_answered_stays(tmp_path):
