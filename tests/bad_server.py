@@ -71,7 +71,7 @@ async def misbehave(fault: str, request: Request) -> Response | None:
         return Response(fault, media_type="application/json")
     if fault.startswith("echo"):
         key = request.headers.get("authorization", "")
-        return JSONResponse({"error": "x" * 170 + f" no such key: {key}"}, int(fault[-3:]))
+        return JSONResponse({"error": "x" * 160 + f" no such key: {key}"}, int(fault[-3:]))
     if fault in _BODIES:
         return Response(_BODIES[fault], media_type="application/json")
     headers = {"retry-after": _WAITS[fault]} if fault in _WAITS else {}

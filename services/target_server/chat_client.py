@@ -2,18 +2,21 @@
 
 Overload (429), server faults (5xx), timeouts, lost connections and bodies that are no answer are
 tried again after a pause that doubles, with jitter. A Retry-After holds every request back, for
-the server means all of them. What no repetition can mend is an error at once: 401, 403 and 404
+the server means all of them, but no longer than the longest pause. The server's key is in no text
+that is logged or raised, whatever the server says. What no repetition can mend is an error at once: 401, 403 and 404
 end the run, another refusal costs one conversation.
 """
 
 import asyncio
 import email.utils
+import json
 import logging
 import math
 import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 
@@ -25,6 +28,7 @@ from services.target_server.regeneration_config import RegenerationTable
 from services.target_server.replies import read_reply
 
 _LONGEST_PAUSE_SECONDS = 60.0
+_SILENT_PAUSE_SECONDS = 5.0
 _CONNECT_SECONDS = 10.0
 _RETRIED = (408, 409, 425, 429)
 _Read = TypeVar("_Read")
@@ -42,7 +46,8 @@ class ChatClient:
     ) -> None:
         self._table = table
         self._body = _fixed_body(table, generation, template_kwargs)
-        key = read_secret(table.api_key_variable)
+        key = _key_of(table)
+        self._key_forms = _forms_of(key)
         self._http = httpx.AsyncClient(
             base_url=_base_url(table.server),
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -51,6 +56,7 @@ class ChatClient:
         )
         self._jitter = random.Random()
         self._opens_at = 0.0
+        self._told: set[str] = set()
         self.num_retries = 0
 
     async def __aenter__(self) -> "ChatClient":
@@ -81,7 +87,7 @@ class ChatClient:
         if len(names) != 1:
             raise ConfigError(
                 f"regeneration.server={self._table.server!r} has {len(names)} models "
-                f"({', '.join(names[:5])}); name one by regeneration.server_model"
+                f"({self._shown(', '.join(names[:5]))}); name one by regeneration.server_model"
             )
         return names[0]
 
@@ -93,15 +99,15 @@ class ChatClient:
         for attempt in range(self._table.max_attempts):
             if attempt:
                 self.num_retries += 1
-                await asyncio.sleep(self._pause(attempt))
+                await asyncio.sleep(self._pause(attempt, problem))
             while (wait := self._opens_at - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
             try:
                 async with asyncio.timeout(self._table.timeout_seconds):
                     response = await self._http.request(method, path, json=body)
-            except (httpx.TransportError, TimeoutError) as error:
+            except (httpx.RequestError, TimeoutError) as error:
                 rejected = None
-                problem = f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {self._shown(str(error))}"
                 continue
             if response.is_success:
                 payload = _payload_in(response, "choices" if body else "data")
@@ -109,16 +115,17 @@ class ChatClient:
                     try:
                         return read(payload)
                     except RowRejectedError as error:
-                        rejected = error
+                        rejected = self._without_key(error, response)
+                        problem = str(rejected)
                         continue
                 rejected = None
-                problem = f"a body that is no answer: {response.text[:200]!r}"
+                problem = f"a body that is no answer: {self._shown(response.text)!r}"
                 continue
             rejected = None
-            problem = f"status {response.status_code}: {response.text[:200]!r}"
+            problem = f"status {response.status_code}: {self._shown(response.text)!r}"
             if response.status_code < 500 and response.status_code not in _RETRIED:
                 raise self._refusal(response, problem)
-            self._hold_back(response)
+            self._hold_back(response, problem)
         if rejected:
             raise rejected
         raise AnswerError(
@@ -126,15 +133,40 @@ class ChatClient:
             f"one got {problem}"
         )
 
-    def _pause(self, attempt: int) -> float:
+    def _pause(self, attempt: int, problem: str) -> float:
         longest = min(self._table.backoff_seconds * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
-        return longest * self._jitter.uniform(0.5, 1.0)
+        seconds = longest * self._jitter.uniform(0.5, 1.0)
+        self._tell_of_pause(seconds, problem)
+        return seconds
 
-    def _hold_back(self, response: httpx.Response) -> None:
-        seconds = _retry_after(response.headers.get("retry-after", ""))
+    def _hold_back(self, response: httpx.Response, problem: str) -> None:
+        asked = _retry_after(response.headers.get("retry-after", ""))
+        seconds = min(asked, _LONGEST_PAUSE_SECONDS)
         if seconds > 0:
             self._opens_at = max(self._opens_at, time.monotonic() + seconds)
-            _log.debug("%s asks for a pause of %.1f s", self._table.server, seconds)
+            self._tell_of_pause(seconds, f"{problem}, Retry-After {asked:.0f} s")
+
+    def _tell_of_pause(self, seconds: float, problem: str) -> None:
+        """Log a long pause, once a kind of problem."""
+        kind = problem.partition(":")[0]
+        if seconds >= _SILENT_PAUSE_SECONDS and kind not in self._told:
+            self._told.add(kind)
+            _log.warning(
+                "%s: waiting %.0f s before the next try, and as long again where this goes on; it "
+                "answered with %s", self._table.server, seconds, problem,
+            )  # fmt: skip
+
+    def _shown(self, text: str) -> str:
+        """Return the beginning of what a server said, without the key."""
+        for form in self._key_forms:
+            text = text.replace(form, "***")
+        return text[:200]
+
+    def _without_key(self, error: RowRejectedError, response: httpx.Response) -> RowRejectedError:
+        # What the error quotes may be cut within the key.
+        if any(form in response.text for form in self._key_forms):
+            return RowRejectedError(error.reason, "not shown, for the server's key is in it")
+        return error
 
     def _refusal(self, response: httpx.Response, problem: str) -> Exception:
         table = self._table
@@ -153,7 +185,7 @@ class ChatClient:
         if response.is_redirect:
             return ConfigError(
                 f"regeneration.server={table.server!r} redirects to "
-                f"{response.headers.get('location', '')!r}; give that address itself"
+                f"{self._shown(response.headers.get('location', ''))!r}; give that address itself"
             )
         return RowRejectedError(f"refused_{response.status_code}", problem)
 
@@ -174,6 +206,24 @@ def _fixed_body(
     if table.server_model:
         body["model"] = table.server_model
     return body | table.request
+
+
+def _key_of(table: RegenerationTable) -> str:
+    """Return the server's key, or raise `ConfigError` for one that no header can hold."""
+    key = read_secret(table.api_key_variable)
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise ConfigError(
+            f"the key in the environment variable {table.api_key_variable} has line breaks or "
+            f"characters outside ASCII, expected what a header can hold; set it again"
+        )
+    return key
+
+
+def _forms_of(key: str) -> tuple[str, ...]:
+    """Return a key as it may stand in a text, in JSON or in an address; nothing without a key."""
+    in_json = json.dumps(key)[1:-1]
+    forms = {key, in_json, in_json.replace("/", "\\/"), quote(key), quote(key, safe="")} - {""}
+    return tuple(sorted(forms, key=len, reverse=True))
 
 
 def _base_url(server: str) -> str:

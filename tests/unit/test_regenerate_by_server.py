@@ -10,6 +10,7 @@ import pytest
 
 from common.config.loading import load
 from common.errors import AnswerError, ConfigError, RowRejectedError
+from services.target_server import chat_client
 from services.target_server.chat_client import _retry_after
 from services.target_server.regenerate import run
 from services.target_server.regeneration_config import RegenerateConfig
@@ -305,6 +306,62 @@ def test_parquet_columns_that_json_cannot_hold_are_left_out(tmp_path):
         found, _ = regenerate(tmp_path, address, f"regeneration.prompts={path}")
     assert {key: row["tag"] for key, row in found.items()} == {"0": 0, "1": 1}
     assert found["0"].keys() == {"id", "messages", "tag", "finish_reason"}
+
+
+@pytest.mark.parametrize("fault", ["echo_401", "echo_400", "echo_500"])
+@pytest.mark.parametrize("key", ["secret-key", 'sec/ret"key'])
+def test_a_key_that_the_server_echoes_is_hidden(tmp_path, monkeypatch, caplog, fault, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    prompts_file(tmp_path, many(4))
+    error = ""
+    with serving(tmp_path, fault) as address:
+        try:
+            regenerate(tmp_path, address, "regeneration.max_attempts=1")
+        except (ConfigError, AnswerError) as caught:
+            error = str(caught)
+    assert requests_in(tmp_path)[0]["key"] == f"Bearer {key}"
+    shown = error + caplog.text
+    assert "no such key: Bearer ***" in shown
+    assert "sec" not in shown.replace("second", "")
+
+
+def test_an_answer_with_the_key_in_it_is_not_quoted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    prompts_file(tmp_path, many(2))
+    junk = body({"content": "", "tool_calls": "x" * 60 + " secret-key"})
+    with serving(tmp_path, junk) as address:
+        _, summary = regenerate(tmp_path, address, "regeneration.max_attempts=1")
+    assert summary["skipped"] == {"bad_answer": 2}
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "secr\u00e9t"])
+def test_a_key_that_no_header_can_hold_is_a_config_error(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    prompts_file(tmp_path, many(1))
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY has line breaks") as caught:
+        regenerate(tmp_path, "http://127.0.0.1:1")
+    assert "secr" not in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_long_wait_is_capped_and_told_of_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(chat_client, "_LONGEST_PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(chat_client, "_SILENT_PAUSE_SECONDS", 0.3)
+    prompts_file(tmp_path, many(6))
+    with serving(tmp_path, "day_429") as address:
+        rows, _ = regenerate(tmp_path, address)
+    assert len(rows) == 6
+    assert caplog.text.count("Retry-After 86400 s") == 1
+    assert caplog.text.count("before the next try") == 1
+
+
+def test_a_long_pause_of_a_server_that_fails_is_told_of_once_a_kind(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(chat_client, "_SILENT_PAUSE_SECONDS", 0.0)
+    prompts_file(tmp_path, many(3))
+    with serving(tmp_path, "500", "503", "malformed") as address:
+        regenerate(tmp_path, address)
+    assert caplog.text.count("before the next try") == 3
 
 
 def test_a_server_that_is_gone_ends_the_run_and_what_was_answered_stays(tmp_path):
