@@ -161,7 +161,11 @@ def _chained(first: Dialogue, others: Iterator[Dialogue]) -> Iterator[Dialogue]:
 
 
 def main(stop: threading.Event) -> None:
-    """Regenerate by the command line; raise `AnswerError` where a server left prompts unanswered."""
+    """Regenerate by the command line.
+
+    Raises:
+        AnswerError: a server left prompts unanswered, or there are prompts and not one answer.
+    """
     config = parse(RegenerateConfig, "target_server.regenerate")
     if config is None:
         return
@@ -172,6 +176,13 @@ def main(stop: threading.Event) -> None:
         raise AnswerError(
             f"{summary['failed']} prompts have no answer from {config.regeneration.server!r}; start "
             f"again to ask for them again"
+        )
+    if summary["skipped"] and not (
+        summary["answered"] + summary["answered_before"] or stop.is_set()
+    ):
+        raise AnswerError(
+            f"{summary['output']}: none of the prompts has an answer; skipped {summary['skipped']}; "
+            f"the log says why, check the prompts, [generation] and [regeneration]"
         )
 
 

@@ -16,6 +16,7 @@ from services.target_server.regenerate import run
 from services.target_server.regeneration_config import RegenerateConfig
 from services.target_server.replies import read_reply
 from tests.bad_server import answer_to, requests_in, serving
+from tests.runs import start
 
 MENDED = ("429", "500", "503", "reset", "malformed", "no_choices", "truncated", "slow")
 
@@ -362,6 +363,28 @@ def test_a_long_pause_of_a_server_that_fails_is_told_of_once_a_kind(tmp_path, mo
     with serving(tmp_path, "500", "503", "malformed") as address:
         regenerate(tmp_path, address)
     assert caplog.text.count("before the next try") == 3
+
+
+def exit_code(folder, address, log):
+    """Regenerate as a process of its own."""
+    settings = [
+        f"regeneration.server={address}",
+        f"regeneration.prompts={folder / 'prompts.jsonl'}",
+        f"regeneration.output={folder / 'output.jsonl'}",
+    ]
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    return start("services.target_server.regenerate", *arguments, log=log).wait(60)
+
+
+def test_a_run_without_any_answer_ends_with_an_error(tmp_path):
+    prompts_file(tmp_path, many(6))
+    log = tmp_path / "log"
+    with serving(tmp_path, "400") as address:
+        assert exit_code(tmp_path, address, log) == 1
+        assert "none of the prompts has an answer; skipped {'refused_400': 6}" in log.read_text()
+        assert exit_code(tmp_path, address, log) == 0, "the server answers the second time"
+        prompts_file(tmp_path, many(7))
+        assert exit_code(tmp_path, address, log) == 0, "one of seven is refused"
 
 
 def test_a_server_that_is_gone_ends_the_run_and_what_was_answered_stays(tmp_path):
