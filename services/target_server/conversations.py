@@ -198,7 +198,7 @@ class Conversations:
             )
 
     def _check_characters(self, messages: list[Any]) -> None:
-        """Refuse what no row can hold before it is tokenized, which takes 200 bytes a character."""
+        """Refuse what no row can hold before it is tokenized, which takes 160 bytes a character."""
         size = num_characters(messages)
         if size > self._most_characters:
             raise RowRejectedError(

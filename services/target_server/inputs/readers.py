@@ -22,7 +22,7 @@ from services.target_server.inputs.line_index import line_bounds
 RawRow = bytes | dict[str, Any] | RowRejectedError
 LONGEST_LINE_BYTES = 64 << 20
 _WHOLE_BYTES = 64 << 20
-# So many reads take 0.2 s of a disk that has to be asked for each.
+# So many take 0.35 s of a file of 1.2 GB that is not in the page cache, 0.01 s where it is.
 _NUM_PIECES, _PIECE_BYTES = 2048, 16 << 10
 _INFLATION = 4
 _BYTES_A_ROW = 2000
