@@ -103,6 +103,25 @@ def test_a_message_comes_back_as_it_was_sent(message: Record) -> None:
     assert ANY_DECODER.decode(encode(message)) == message
 
 
+@given(message=ANY_MESSAGE)
+def test_a_record_that_was_not_checked_is_the_checked_one(message: Record) -> None:
+    unchecked = type(message).of_valid(**message.__dict__)
+    assert unchecked == message
+    assert hash(unchecked) == hash(message)
+    assert repr(unchecked) == repr(message)
+    assert unchecked.model_copy() == message
+    assert unchecked.model_dump(exclude_unset=True) == message.model_dump()
+    assert encode(unchecked) == encode(message)
+
+
+def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next_one() -> None:
+    lease = LeaseRef(slot=1, generation=2, lease_id=3)
+    good = encode(lease)
+    with pytest.raises((OverflowError, AttributeError)):
+        encode(LeaseRef(slot=1, generation=1 << 70, lease_id=3))
+    assert encode(lease) == good
+
+
 def test_every_ring_message_is_covered_here() -> None:
     own = [r for r in records_of(ring_messages) if r.__module__ == ring_messages.__name__]
     assert set(MESSAGES) == set(own) - {LeaseRef, SegmentRef}
