@@ -31,7 +31,7 @@ class PublishedRow(NamedTuple):
     token_hash: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Lease:
     """One session's timed right to read a slot."""
 
@@ -49,7 +49,7 @@ class Lease:
         self.seen_at = now
 
 
-@dataclass
+@dataclass(slots=True)
 class Delivery:
     """One row's way to one group."""
 
@@ -71,7 +71,7 @@ class Delivery:
         return self.lease.ref
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slot:
     state: SlotState = SlotState.FREE
     generation: int = 0
@@ -127,12 +127,10 @@ class SlotBook:
         self._move_slot(slot, "publish")
         entry = self._slots[slot]
         entry.generation += 1
-        entry.deliveries = {
-            group: Delivery(slot, entry.generation, group, row, now) for group in groups
-        }
-        for delivery in entry.deliveries.values():
-            self.accounts[delivery.group]["published"] += 1
-            self._ready[delivery.group][slot] = delivery
+        for group in groups:
+            delivery = Delivery(slot, entry.generation, group, row, now)
+            entry.deliveries[group] = self._ready[group][slot] = delivery
+            self.accounts[group]["published"] += 1
 
     def next_ready(self, group: str, session: int, *, has_others: bool) -> Delivery | None:
         """Return the oldest READY delivery, past those that prefer another session (R5)."""
@@ -141,16 +139,19 @@ class SlotBook:
                 return delivery
         return None
 
-    def lease(self, delivery: Delivery, session: int, now: float, expires_at: float) -> None:
-        """READY -lease-> LEASED."""
+    def lease(self, delivery: Delivery, session: int, now: float, expires_at: float) -> int:
+        """READY -lease-> LEASED: return the lease's id."""
         self._move(delivery, "lease")
         del self._ready[delivery.group][delivery.slot]
         lease_id = self._next_lease_id
         self._next_lease_id += 1
-        ref = LeaseRef(slot=delivery.slot, generation=delivery.generation, lease_id=lease_id)
+        ref = LeaseRef.of_valid(
+            slot=delivery.slot, generation=delivery.generation, lease_id=lease_id
+        )
         delivery.lease = Lease(ref, session, now, expires_at, now)
         self._leased[lease_id] = self._held[session][lease_id] = delivery
         self._num_leased[delivery.group] += 1
+        return lease_id
 
     def release(self, delivery: Delivery) -> None:
         """LEASED -release-> RELEASED; the slot is freed with its last delivery."""
@@ -187,7 +188,8 @@ class SlotBook:
         delivery = self._leased.get(ref.lease_id)
         if delivery is None or delivery.lease is None or delivery.lease.session != session:
             return None
-        return delivery if delivery.ref == ref else None
+        is_same = delivery.slot == ref.slot and delivery.generation == ref.generation
+        return delivery if is_same else None
 
     def leases(self, session: int | None = None) -> list[Delivery]:
         """Return the LEASED deliveries, of one session or of all."""
@@ -224,9 +226,9 @@ class SlotBook:
         A slot in WRITING counts for the high one alone. Its writer may be the one who asks for the
         next slot, and to wait for what it has not published would be to wait for ever.
         """
-        num_in_use = len(self._slots) - len(self._free)
-        is_above_low = self._states[SlotState.PUBLISHED] > self.low_watermark
-        return num_in_use >= self.high_watermark or (self._is_draining and is_above_low)
+        if len(self._slots) - len(self._free) >= self.high_watermark:
+            return True
+        return self._is_draining and self._states[SlotState.PUBLISHED] > self.low_watermark
 
     def num_writing(self) -> int:
         """Return how many slots are WRITING."""
@@ -257,8 +259,9 @@ class SlotBook:
         if lease is None:
             raise SlotStateError(f"slot {delivery.slot}, group {delivery.group!r} has no lease")
         delivery.lease = None
-        del self._leased[lease.ref.lease_id], self._held[lease.session][lease.ref.lease_id]
-        if not self._held[lease.session]:
+        lease_id, held = lease.ref.lease_id, self._held[lease.session]
+        del self._leased[lease_id], held[lease_id]
+        if not held:
             del self._held[lease.session]
         self._num_leased[delivery.group] -= 1
         return lease.session
@@ -266,10 +269,12 @@ class SlotBook:
     def _finish(self, delivery: Delivery, account: str) -> None:
         self.accounts[delivery.group][account] += 1
         entry = self._slots[delivery.slot]
-        if all(other.state in TERMINAL for other in entry.deliveries.values()):
-            entry.deliveries = {}
-            self._move_slot(delivery.slot, "free")
-            self._free.append(delivery.slot)
+        for other in entry.deliveries.values():
+            if other.state not in TERMINAL:
+                return
+        entry.deliveries = {}
+        self._move_slot(delivery.slot, "free")
+        self._free.append(delivery.slot)
 
 
 def describe(delivery: Delivery, ring_epoch: int) -> Descriptor:
@@ -277,10 +282,10 @@ def describe(delivery: Delivery, ring_epoch: int) -> Descriptor:
     if delivery.lease is None:
         raise SlotStateError(f"slot {delivery.slot}, group {delivery.group!r} has no lease")
     row = delivery.row
-    return Descriptor(
+    return Descriptor.of_valid(
         ring_epoch=ring_epoch,
         session=delivery.lease.session,
-        lease=delivery.ref,
+        lease=delivery.lease.ref,
         sequence=row.sequence,
         split=row.split,
         attempt=delivery.attempts,

@@ -37,9 +37,10 @@ from common.ring.backings import attach
 from common.ring.endpoint import Caller, Endpoint
 from common.ring.layout import SlotLayout
 from common.ring.lease import Lease
-from common.ring.listening import SocketCondition, Watch, has_message
+from common.ring.listening import SocketCondition, Watch
 from common.ring.segment import Segment
 from common.ring.worker_protocol import WorkerProtocol
+from common.sockets import has_message
 
 HELLO_SECONDS = 0.5
 # A Hello that cannot leave, since the owner is not there yet or the connection is being made.

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import zmq
 
+from common.sockets import has_message
+
 SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 UNAUTHORIZED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 OTHER_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -29,7 +31,7 @@ class Handshakes:
 
     def ends(self) -> Iterator[int]:
         """Take the events since the last call, in order."""
-        while self._monitor.poll(0):
+        while has_message(self._monitor):
             event, _ = _EVENT.unpack(self._monitor.recv_multipart()[0])
             yield event
 

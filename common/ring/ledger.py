@@ -153,7 +153,8 @@ class GroupLedger:
         return sorted(self._held.get(session, ()))
 
     def _hold(self, sequence: int, session: int | None) -> None:
-        self._let_go(sequence)
+        if self._open.get(sequence) is not None:
+            self._let_go(sequence)
         self._open[sequence] = session
         if session is None:
             return
@@ -178,8 +179,9 @@ class GroupLedger:
         self._recaptures[sequence] = None
 
     def _stop_awaiting(self, sequence: int) -> None:
-        self._awaited.discard(sequence)
-        self._recaptures.pop(sequence, None)
+        if sequence in self._awaited:
+            self._awaited.remove(sequence)
+            self._recaptures.pop(sequence, None)
 
     def _settle(self, sequence: int) -> None:
         self._let_go(sequence)

@@ -21,30 +21,31 @@ from typing import Any
 
 import zmq
 
-_READABLE = int(zmq.POLLIN)
-
-
-def has_message(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message can be received; where not, the next one makes the descriptor readable."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
+# A message wakes one of the threads that listen for it: a waiting one, since its epoll is registered
+# first, or else the ring thread. Should the kernel wake the other one, or both, they still take turns.
+_TO_ONE_THREAD = select.EPOLLIN | select.EPOLLEXCLUSIVE
 
 
 class SocketCondition:
     """A lock, and a wait for a change of what it guards, be it by a thread or by a message."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._others = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        """Held by whoever calls; taken directly where each row does."""
+        self._others = threading.Condition(self.lock)
         self._watches: dict[int, Watch] = {}
         """Of attached sockets, by descriptor."""
         self._is_listening = False
+        self.num_waiting = 0
+        """Threads that wait here, the one that listens among them while it does."""
         self._bell = Bell()
         self._epoll = select.epoll()
         self._epoll.register(self._bell.descriptor, select.EPOLLIN)
 
     def notify_all(self) -> None:
         """Let every waiting thread look again; the caller holds the lock."""
-        self._others.notify_all()
+        if self.num_waiting > self._is_listening:
+            self._others.notify_all()
         if self._is_listening:
             self._bell.ring()
 
@@ -58,34 +59,39 @@ class SocketCondition:
     def wait(self, timeout: float) -> None:
         """Wait for a message or a notification; the caller holds the lock, once."""
         if self._is_listening:  # another thread is, and notifies
-            self._others.wait(timeout)
+            self.num_waiting += 1
+            try:
+                self._others.wait(timeout)
+            finally:
+                self.num_waiting -= 1
             return
-        for watch in self._watches.values():
-            watch.mute()
         try:
-            for descriptor in self._listen(timeout):
+            for descriptor, _ in self._listen(timeout):
                 if descriptor == self._bell.descriptor:
                     self._bell.silence()
                 elif descriptor in self._watches:
                     self._watches[descriptor].turn()
-        finally:
+        except BaseException:  # what this thread was woken for, no other thread was
             for watch in self._watches.values():
-                watch.unmute()
+                watch.nudge()
+            raise
 
-    def _listen(self, timeout: float) -> list[int]:
+    def _listen(self, timeout: float) -> list[tuple[int, int]]:
         """Return what can be read; others may have the lock meanwhile."""
         self._is_listening = True
-        self._lock.release()
+        self.num_waiting += 1
+        self.lock.release()
         try:
-            return [descriptor for descriptor, _ in self._epoll.poll(timeout)]
+            return self._epoll.poll(timeout)
         finally:
-            self._lock.acquire()
+            self.lock.acquire()
+            self.num_waiting -= 1
             self._is_listening = False
 
     def add(self, descriptor: int, watch: "Watch") -> None:
         """Listen at a socket as well from here on."""
         self._watches[descriptor] = watch
-        self._epoll.register(descriptor, select.EPOLLIN)
+        self._epoll.register(descriptor, _TO_ONE_THREAD)
 
     def remove(self, descriptor: int) -> None:
         """Listen at a socket no longer; it is still open."""
@@ -93,7 +99,7 @@ class SocketCondition:
         self._epoll.unregister(descriptor)
 
     def __enter__(self) -> "SocketCondition":
-        self._lock.acquire()
+        self.lock.acquire()
         return self
 
     def __exit__(
@@ -102,7 +108,7 @@ class SocketCondition:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lock.release()
+        self.lock.release()
 
 
 class Bell:
@@ -136,10 +142,10 @@ class Watch:
         self._epoll.register(self._bell.descriptor, select.EPOLLIN)
 
     def attach(self, socket: "zmq.Socket[bytes]") -> None:
-        """Watch a socket; the caller holds the lock."""
+        """Watch a socket, after the waiting threads; the caller holds the lock."""
         descriptor = int(socket.getsockopt(zmq.FD))
-        self._epoll.register(descriptor, select.EPOLLIN)
         self._condition.add(descriptor, self)
+        self._epoll.register(descriptor, _TO_ONE_THREAD)
         self._descriptor = descriptor
 
     def detach(self) -> None:
@@ -149,24 +155,20 @@ class Watch:
             self._epoll.unregister(self._descriptor)
             self._descriptor = None
 
-    def wait(self, until: float) -> None:
-        """Wait for a message, a nudge or a moment of the monotonic clock."""
-        events = self._epoll.poll(max(0.0, until - time.monotonic()))
-        if any(descriptor == self._bell.descriptor for descriptor, _ in events):
-            self._bell.silence()
+    def wait(self, until: float) -> bool:
+        """Wait for a message, a nudge or a moment; return whether a message may have come.
+
+        Args:
+            until: the moment, on the monotonic clock.
+        """
+        has_come = False
+        for descriptor, _ in self._epoll.poll(max(0.0, until - time.monotonic())):
+            if descriptor == self._bell.descriptor:
+                self._bell.silence()
+            else:
+                has_come = True
+        return has_come
 
     def nudge(self) -> None:
         """Let the ring thread take a turn."""
         self._bell.ring()
-
-    def mute(self) -> None:
-        """Leave the socket to the thread that listens."""
-        self._set_events(0)
-
-    def unmute(self) -> None:
-        """Wait for the socket again."""
-        self._set_events(select.EPOLLIN)
-
-    def _set_events(self, events: int) -> None:
-        if self._descriptor is not None:
-            self._epoll.modify(self._descriptor, events)

@@ -34,12 +34,13 @@ from common.ring.backings import BACKINGS, Backing
 from common.ring.book import PublishedRow
 from common.ring.endpoint import Endpoint, Listener
 from common.ring.layout import PAGE_BYTES, SlotHeader, SlotLayout, pack_header
-from common.ring.listening import SocketCondition, Watch, has_message
+from common.ring.listening import SocketCondition, Watch
 from common.ring.protocol import OwnerProtocol
 from common.ring.reports import ring_report
 from common.ring.segment import SEGMENT_PREFIX, HostSegment, require_present
 from common.ring.slot_memory import SlotMemory
 from common.ring.writable import WritableSlot
+from common.sockets import has_message, receive_from, send_to
 
 TICK_SECONDS = 0.1
 # A tick this late means that this process was stopped, not its peers.
@@ -48,7 +49,6 @@ _STALL_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
 # Messages taken in one turn, so that a peer that never stops cannot keep the lock.
 _MESSAGES_A_TURN = 256
-_MORE_AT_ONCE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _log = logging.getLogger(__name__)
 
 
@@ -111,8 +111,9 @@ class RingOwner:
             known != SequenceSet() for known in (settled or {}).values()
         )
         self._opens_at = time.monotonic() + (table.resume_wait_seconds if is_resumed else 0.0)
-        self._lock = self._slot_freed = SocketCondition()
-        self._watch = Watch(self._lock, self._exchange)
+        self._slot_freed = SocketCondition()
+        self._lock = self._slot_freed.lock
+        self._watch = Watch(self._slot_freed, self._turn)
         with self._lock:
             self._watch.attach(self._listener.socket)
         self._thread = threading.Thread(target=self._run, name="ring-owner", daemon=True)
@@ -123,14 +124,15 @@ class RingOwner:
 
         After a restart the first loan waits `resume_wait`: live sessions say what they hold (R8).
         """
-        deadline = time.monotonic() + timeout
-        with self._slot_freed:
-            while (slot := self._next_free_slot()) is None:
-                now = time.monotonic()
+        now = time.monotonic()
+        deadline = now + timeout
+        with self._lock:
+            while (slot := self._next_free_slot(now)) is None:
                 if now >= deadline:
                     return None
                 until = min(deadline, self._opens_at) if now < self._opens_at else deadline
                 self._slot_freed.wait(until - now)
+                now = time.monotonic()
         memory = self._segment.slot(slot)
         # SYNC POINT (R1): the old generation is gone before the first byte of the new payload.
         memory.invalidate()
@@ -141,7 +143,7 @@ class RingOwner:
     ) -> None:
         """WRITING -publish-> PUBLISHED: write the header and announce the row."""
         layout = self.layout
-        row = row._replace(sequence=self._shard.to_local(row.sequence))
+        row = PublishedRow(self._shard.to_local(row.sequence), *row[1:])
         payload_hash = xxhash.xxh3_64_intdigest(memory.view[PAGE_BYTES:]) if self._checksum else 0
         with self._lock:
             self._check_open()
@@ -161,7 +163,10 @@ class RingOwner:
             # SYNC POINT: payload, then header, then the announcement; the socket orders the rest.
             memory.publish_header(pack_header(header))
             self._protocol.publish(slot, row, time.monotonic())
-            self._exchange()
+            if self._protocol.outbox:
+                self._exchange()
+            else:  # the socket is as the last turn has left it
+                self._tell_waiting()
 
     def abort_slot(self, slot: int) -> None:
         """WRITING -abort-> FREE."""
@@ -226,16 +231,18 @@ class RingOwner:
     ) -> None:
         self.close()
 
-    def _next_free_slot(self) -> int | None:
-        self._check_open()
-        return self._protocol.book.loan() if time.monotonic() >= self._opens_at else None
+    def _next_free_slot(self, now: float) -> int | None:
+        if self._failure is not None or self._is_closed:
+            self._check_open()
+        return self._protocol.book.loan() if now >= self._opens_at else None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
     def _check_open(self) -> None:
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         if self._is_closed:
             raise StaleEpochError(f"ring_epoch {self.ring_epoch}: the ring is closed; stop writing")
 
@@ -256,7 +263,7 @@ class RingOwner:
         next_tick = time.monotonic() + TICK_SECONDS
         next_look = time.monotonic() + _LOOK_SECONDS
         while not self._stop.is_set():
-            self._watch.wait(next_tick)
+            has_come = self._watch.wait(next_tick)
             with self._lock:
                 now = time.monotonic()
                 if now - next_tick > _STALL_SECONDS:
@@ -270,25 +277,39 @@ class RingOwner:
                 if now >= next_look:
                     require_present(self._segment)
                     next_look = now + _LOOK_SECONDS
-                self._exchange()
+                self._exchange(has_come=has_come)
 
-    def _exchange(self) -> None:
-        """Send and receive until neither is left to do; the caller holds the lock."""
+    def _turn(self) -> None:
+        self._exchange(has_come=True)
+
+    def _exchange(self, *, has_come: bool = False) -> None:
+        """Send and receive until neither is left to do; the caller holds the lock.
+
+        Args:
+            has_come: a message may be there, so that to receive it is the way to ask.
+        """
         socket = self._listener.socket
         for _ in range(_MESSAGES_A_TURN):
-            self._send_all(socket)
-            if not has_message(socket):
+            if self._protocol.outbox:
+                self._send_all(socket)
+            if not (has_come or has_message(socket)):
                 break
+            has_come = False
             self._receive(socket)
         else:
             self._watch.nudge()
-        if not self._protocol.book.is_blocked():
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        if self._slot_freed.num_waiting and not self._protocol.book.is_blocked():
             self._slot_freed.notify_all()
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
-        parts = socket.recv_multipart(zmq.DONTWAIT)
+        parts = receive_from(socket)
         try:
             if len(parts) != 2:
+                if not parts:
+                    return
                 raise MessageError("malformed", f"got {len(parts)} parts, expected 2")
             record = OWNER_DECODER.decode(parts[1])
         except MessageError as error:
@@ -301,8 +322,7 @@ class RingOwner:
         messages, self._protocol.outbox = self._protocol.outbox, []
         for identity, record in messages:
             try:
-                socket.send(identity, _MORE_AT_ONCE)
-                socket.send(encode(record), zmq.DONTWAIT)
+                send_to(socket, identity, encode(record))
             except zmq.ZMQError as error:  # would block, or the peer is unreachable
                 self._refused["unsent"] += 1
                 _log.debug("message to %r not sent: %s", identity, error)

@@ -40,7 +40,12 @@ class GroupPolicies:
 
     def takers(self, sequence: int) -> list[str]:
         """Return the groups that a row is to be published to; skip it for a detached one."""
-        lacking = [name for name, ledger in self._ledgers.items() if ledger.lacks(sequence)]
+        lacking = []
+        for name, ledger in self._ledgers.items():
+            if ledger.lacks(sequence):
+                lacking.append(name)
+        if not self._detached:
+            return lacking
         for name in self._detached.intersection(lacking):
             self._pass_over(name, sequence)
         return [name for name in lacking if name not in self._detached]

@@ -28,8 +28,10 @@ from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.ring.book import Delivery, PublishedRow, SlotBook, describe
 from common.ring.ledger import GroupLedger
 from common.ring.policies import GroupPolicies
-from common.ring.sessions import Session, SessionTable
+from common.ring.sessions import LOAD_AND_TURN, Member, Session, SessionTable
 from common.ring.states import DeliveryState
+
+_Pair = tuple[Delivery, Member]
 
 
 class OwnerProtocol:
@@ -330,30 +332,16 @@ class OwnerProtocol:
 
     def _grant(self, now: float) -> None:
         """Lease READY rows to sessions with room, the least loaded first, in turns (R4, R5)."""
+        book, until = self.book, now + self._table.lease_seconds
         for name in self._groups:
-            while self.book.has_ready(name):
-                pair = self._next_pair(name)
-                if pair is None:
-                    break
-                delivery, entry = pair
-                self.book.lease(delivery, entry.session, now, now + self._table.lease_seconds)
-                entry.last_lease_id = delivery.ref.lease_id
-                self._send(entry, describe(delivery, self.ring_epoch))
-
-    def _next_pair(self, name: str) -> tuple[Delivery, Session] | None:
-        load = self.book.num_leases
-        open_members = [
-            entry
-            for entry in self.sessions.of_group(name)
-            if not entry.owed and load(entry.session) < entry.capacity
-        ]
-        open_members.sort(key=lambda entry: (load(entry.session), entry.last_lease_id))
-        for entry in open_members:
-            has_others = len(open_members) > 1
-            delivery = self.book.next_ready(name, entry.session, has_others=has_others)
-            if delivery is not None:
-                return delivery, entry
-        return None
+            is_due = book.has_ready(name)
+            with_room = self.sessions.with_room(name, book.num_leases) if is_due else []
+            while with_room and (pair := _next_pair(book, name, with_room)) is not None:
+                delivery, (load, _, entry) = pair
+                entry.last_lease_id = book.lease(delivery, entry.session, now, until)
+                self.outbox.append((entry.identity, describe(delivery, self.ring_epoch)))
+                if load + 1 < entry.capacity:
+                    with_room.append((load + 1, entry.last_lease_id, entry))
 
     def _group_is_settled(self, name: str) -> bool:
         ended = self._last_sequence is not None
@@ -398,3 +386,15 @@ class OwnerProtocol:
 
     def _send(self, entry: Session, record: Record) -> None:
         self.outbox.append((entry.identity, record))
+
+
+def _next_pair(book: SlotBook, group: str, with_room: list[Member]) -> _Pair | None:
+    """Take the next one to get a row off the list, and return the row with it."""
+    with_room.sort(key=LOAD_AND_TURN)
+    has_others = len(with_room) > 1
+    for index, member in enumerate(with_room):
+        delivery = book.next_ready(group, member[2].session, has_others=has_others)
+        if delivery is not None:
+            del with_room[index]
+            return delivery, member
+    return None

@@ -3,7 +3,10 @@
 A session number is random and never comes back: ended sessions are remembered for the ring_epoch.
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from common.contracts.sequences import SequenceSet
 
@@ -34,6 +37,11 @@ class Session:
         return True
 
 
+Member = tuple[int, int, Session]
+"""A session that may get a lease: how many it has, its newest one, the session."""
+LOAD_AND_TURN = itemgetter(0, 1)
+
+
 @dataclass
 class Estate:
     """An ended session whose rows wait for its worker's next session (R8)."""
@@ -49,6 +57,8 @@ class SessionTable:
 
     def __init__(self) -> None:
         self._live: dict[int, Session] = {}
+        self._members: defaultdict[str, list[Session]] = defaultdict(list)
+        """The same by group."""
         self._ended: dict[int, str] = {}
         self._estates: list[Estate] = []
 
@@ -68,18 +78,30 @@ class SessionTable:
     def add(self, entry: Session) -> None:
         """Begin a session."""
         self._live[entry.session] = entry
+        self._members[entry.group].append(entry)
 
     def end(self, session: int) -> None:
         """End a live session and remember whose it was."""
-        self._ended[session] = self._live.pop(session).worker_id
+        entry = self._live.pop(session)
+        self._members[entry.group].remove(entry)
+        self._ended[session] = entry.worker_id
 
     def of_worker(self, worker_id: str) -> Session | None:
         """Return the live session of a worker."""
         return next((entry for entry in self._live.values() if entry.worker_id == worker_id), None)
 
-    def of_group(self, group: str) -> list[Session]:
-        """Return the live sessions of a group."""
-        return [entry for entry in self._live.values() if entry.group == group]
+    def of_group(self, group: str) -> Sequence[Session]:
+        """Return the live sessions of a group, as long as none begins or ends."""
+        return self._members[group]
+
+    def with_room(self, group: str, load: Callable[[int], int]) -> list[Member]:
+        """Return the group's sessions that may get a lease (R4, R5)."""
+        with_room = []
+        for entry in self._members[group]:
+            num_leases = load(entry.session)
+            if num_leases < entry.capacity and not entry.owed:
+                with_room.append((num_leases, entry.last_lease_id, entry))
+        return with_room
 
     def silent_since(self, moment: float) -> list[Session]:
         """Return live sessions not heard of since `moment`."""

@@ -13,6 +13,7 @@ from typing import Protocol
 from common.ring.layout import PAGE_BYTES
 
 _turnstile = threading.Lock()
+_EMPTY_PAGE = bytes(PAGE_BYTES)
 
 
 class SlotMemory(Protocol):
@@ -53,7 +54,7 @@ class HostSlot:
 
     def invalidate(self) -> None:
         """Zero the header page, before any later store of this thread."""
-        self.view[:PAGE_BYTES] = bytes(PAGE_BYTES)
+        self.view[:PAGE_BYTES] = _EMPTY_PAGE
         fence()
 
     def publish_header(self, header: bytes) -> None:
@@ -81,6 +82,7 @@ def fence() -> None:
     A lock's atomics are the only fence Python has: on x86 one is a full barrier, on Arm an unlock
     followed by a lock is.
     """
-    for _ in range(2):
-        with _turnstile:
-            pass
+    with _turnstile:
+        pass
+    with _turnstile:
+        pass

@@ -103,12 +103,11 @@ class WritableSlot:
 
 def _check_bounds(layout: SlotLayout, sequence: int, used_tokens: int, documents: int) -> None:
     """Refuse what no message or header can carry, before anything of it is written."""
-    limits = {
-        "sequence": (sequence, (1 << 64) - 1),
-        "used_tokens": (used_tokens, layout.schema.row_tokens),
-        "documents": (documents, layout.schema.max_documents),
-    }
-    for name, (value, most) in limits.items():
+    for name, value, most in (
+        ("sequence", sequence, (1 << 64) - 1),
+        ("used_tokens", used_tokens, layout.schema.row_tokens),
+        ("documents", documents, layout.schema.max_documents),
+    ):
         if type(value) is not int or not 0 <= value <= most:
             raise CorruptSlotError(
                 f"row {sequence!r}: {name} got {value!r}, expected an int from 0 to {most}; "

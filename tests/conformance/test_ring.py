@@ -97,6 +97,16 @@ def test_a_full_ring_lends_nothing_until_a_release(rings: Rings) -> None:
         assert owner.report().slots == {"free": 0, "writing": 1, "published": 1}
 
 
+def test_a_row_that_nobody_lacks_frees_its_slot_for_who_waits(rings: Rings) -> None:
+    owner = rings.owner(num_slots=1, settled={"main": SequenceSet(low=1)}, resume_wait_seconds=0.01)
+    slot = owner.loan(5.0) or pytest.fail("no slot")
+    publisher = threading.Timer(0.2, write_row, [slot, owner.layout, 0])
+    publisher.start()
+    assert owner.loan(600.0) is not None
+    publisher.join()
+    assert accounts(owner).published == 0
+
+
 def test_an_exception_while_writing_frees_the_slot(rings: Rings) -> None:
     owner = rings.owner(num_slots=1)
     with pytest.raises(ZeroDivisionError), owner.loan(5.0) or pytest.fail("no slot"):

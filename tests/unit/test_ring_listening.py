@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.ring.listening import SocketCondition, Watch, has_message
+from common.ring.listening import SocketCondition, Watch
+from common.sockets import has_message
 from tests.rings import WATCHDOG_SECONDS, wait_until
 
 # Beyond the time limit of a test: whatever waits for so long is woken, or the test fails.
@@ -127,6 +128,22 @@ def test_a_message_that_comes_while_the_waiting_thread_leaves_is_heard(one) -> N
             peer.send(b"x")
             condition.wait_for(lambda count=count: station.has(count), 0.0001)
         wait_until(lambda count=count: station.has(count), "no message is left lying")
+
+
+def test_a_message_whose_turn_failed_is_heard_by_the_ring_thread(one) -> None:
+    condition, station, peer = one
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    station.watch.turn = fail
+    sender = threading.Timer(0.05, peer.send, [b"x"])
+    sender.start()
+    with condition, pytest.raises(ZeroDivisionError):
+        condition.wait_for(lambda: False, LONG)
+    sender.join()
+    wait_until(lambda: station.has(1), "no message is left lying")
+    assert station.heard == [(b"x", "ring")]
 
 
 def test_a_wait_ends_with_a_notification_and_with_its_time(one) -> None:
