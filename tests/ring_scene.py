@@ -4,7 +4,6 @@ Processes are forked from one that has imported what they need, so that a start 
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -15,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
 from tests.ring_programs import Plan, read_checkpoint, read_log, run_program
 from tests.rings import endpoint_in, wait_until
 
@@ -27,8 +27,6 @@ PATIENT = QUICK | {
     "lease_seconds": 60.0, "lease_max_seconds": 60.0, "session_timeout_seconds": 60.0,
 }  # fmt: skip
 END_SECONDS = 90.0
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "tests.ring_hammer"])
 
 
 @dataclass

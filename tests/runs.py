@@ -6,11 +6,23 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from common.ring.segment import SEGMENT_DIRECTORY
+from tests.forks import FORKS, HEAVY, Fork
 from tests.targets import make_tiny_target
 
+Process = subprocess.Popen[bytes] | Fork
+# Whoever loads this module starts services; `ringdraft up` starts them as users do.
+FORKS.set_forkserver_preload(HEAVY)
+FORKED = {
+    "services.drafter_worker",
+    "services.target_server",
+    "services.target_server.inspect",
+    "services.target_server.prepare",
+    "services.target_server.regenerate",
+}
 WORDS = [
     "the",
     "quick",
@@ -96,21 +108,33 @@ def make_run(directory: Path, num_conversations: int = 120) -> Path:
     return config
 
 
-def start(*arguments: str | Path, log: Path | None = None) -> subprocess.Popen:
-    """Start `python -m ...`, one thread, output to a file or to pipes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", *map(str, arguments)]
-    if log is None:
-        return subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+def start(*arguments: str | Path, log: Path) -> Process:
+    """Start `python -m ...`, one thread, its output in a file; what loads torch is forked."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        return subprocess.Popen(command, env=environment, text=True, stdout=file, stderr=file)
+    log.unlink(missing_ok=True)
+    return _start(arguments, log, log)
 
 
 def run_to_end(*arguments: str | Path) -> subprocess.CompletedProcess:
     """Run `python -m ...` to its end."""
-    process = start(*arguments)
-    stdout, stderr = process.communicate(timeout=110)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    with tempfile.TemporaryDirectory(prefix="rd-") as folder:
+        stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = _start(arguments, stdout, stderr)
+        try:
+            code = process.wait(110)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(
+            process.args, code, stdout.read_text(), stderr.read_text()
+        )
+
+
+def _start(arguments: tuple[str | Path, ...], stdout: Path, stderr: Path) -> Process:
+    module, *rest = map(str, arguments)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if module in FORKED:
+        return Fork(module, *rest, environment=environment, stdout=stdout, stderr=stderr)
+    with stdout.open("ab") as out, stderr.open("ab") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *rest], env=environment, stdout=out, stderr=err
+        )

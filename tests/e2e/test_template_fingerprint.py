@@ -1,14 +1,13 @@
 """Rows that are rendered or masked in another way than a drafter was trained on are refused."""
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start
+from tests.runs import Process, make_run, run_to_end, segments_of, start
 
 TARGET = "services.target_server"
 WORKER = "services.drafter_worker"
@@ -20,7 +19,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def target(config: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
+def target(config: Path, tmp_path: Path) -> Iterator[Process]:
     process = start(TARGET, "--config", config, log=tmp_path / "target.log")
     yield process
     process.terminate()
@@ -53,7 +52,7 @@ def test_a_worker_with_other_template_arguments_is_refused(config: Path) -> None
 
 @pytest.mark.timeout(200)
 def test_a_resume_with_rows_of_another_template_is_refused_on_both_sides(
-    config: Path, tmp_path: Path, target: subprocess.Popen
+    config: Path, tmp_path: Path, target: Process
 ) -> None:
     checkpoint = first_checkpoint(config, tmp_path)
     origin = json.loads((checkpoint / "run.json").read_text())
@@ -77,7 +76,7 @@ def test_a_resume_with_rows_of_another_template_is_refused_on_both_sides(
     "setting", ["data.train_only_last_turn=true", "data.one_row_a_turn=true", "data.row_tokens=256"]
 )
 def test_a_resume_with_another_mask_or_length_is_refused(
-    config: Path, tmp_path: Path, target: subprocess.Popen, setting: str
+    config: Path, tmp_path: Path, target: Process, setting: str
 ) -> None:
     first_checkpoint(config, tmp_path)
     target.terminate()

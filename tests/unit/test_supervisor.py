@@ -35,7 +35,8 @@ def main(stop):
 sys.exit(run_service(main))
 """
 DEAF = (
-    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input() if 0 else signal.pause()"
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True);"
+    "signal.pause()"
 )
 END = "pass"
 FAIL = "import sys; [print('line', n) for n in range(30)]; sys.exit(3)"
@@ -157,7 +158,7 @@ def test_a_child_that_does_not_stop_is_killed_after_its_grace(tmp_path, stop, sa
     stop.set()
     supervisor = supervise(tmp_path, stop, said, grace_seconds=0.5)
     with supervisor:
-        deaf = supervisor._start(spec("drafter_worker", "print('up', flush=True);" + DEAF))
+        deaf = supervisor._start(spec("drafter_worker", DEAF))
         wait_for_line(deaf, "up")
     assert deaf.exit_code == -signal.SIGKILL
     assert any("launcher.grace_seconds" in line for line in said)
