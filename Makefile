@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 WORKERS ?= 1
+TEST_PROCESSES ?= 2
 DEMO_CONFIG ?= examples/smollm2/demo.toml
 BIN := .venv/bin
 READY := .venv/.ready
@@ -36,8 +37,9 @@ fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Each process takes whole files, and one thread for its arithmetic.
 test: setup check
-	$(BIN)/pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 # The ring protocol's models, with spin and a C compiler (Debian: apt-get install spin gcc).
 model-check:

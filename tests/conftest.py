@@ -2,12 +2,14 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
+
+BEFORE = pytest.StashKey[set[str]]()
+LEFT = pytest.StashKey[list[str]]()
 
 
 def _segments_without_owner() -> set[str]:
@@ -30,9 +32,28 @@ def _has_owner(path: Path) -> bool:
     return False
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _nothing_stays_in_shared_memory() -> Iterator[None]:
-    before = _segments_without_owner()
-    yield
-    left = _segments_without_owner() - before
-    assert not left, f"left in {SEGMENT_DIRECTORY}: {sorted(left)}"
+def _is_whole_session(config: pytest.Config) -> bool:
+    """A process of several that share the tests out ends while the others' owners die on purpose."""
+    return not hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEFORE] = _segments_without_owner()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session if anything stays in shared memory."""
+    left = sorted(_segments_without_owner() - session.config.stash[BEFORE])
+    session.config.stash[LEFT] = left
+    if left and _is_whole_session(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what stays in shared memory."""
+    if left := config.stash.get(LEFT, []):
+        terminalreporter.section("ERROR", red=True)
+        terminalreporter.line(f"left in {SEGMENT_DIRECTORY}: {left}", red=True)

@@ -7,6 +7,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 gc.disable()
 
+import fastapi  # noqa: E402, F401
+import uvicorn  # noqa: E402, F401
+
 import services.drafter_worker.assemble  # noqa: E402
 import services.evaluator.evaluator  # noqa: E402
 import services.target_server.answered_rows  # noqa: E402

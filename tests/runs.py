@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from common.ring.segment import SEGMENT_DIRECTORY
 from tests.forks import FORKS, HEAVY, Fork
@@ -22,6 +23,7 @@ FORKED = {
     "services.target_server.inspect",
     "services.target_server.prepare",
     "services.target_server.regenerate",
+    "tests.bad_server",
 }
 WORDS = [
     "the",
@@ -127,6 +129,36 @@ def run_to_end(*arguments: str | Path) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(
             process.args, code, stdout.read_text(), stderr.read_text()
         )
+
+
+def train(config: Path, *settings: str, num_targets: int = 1) -> list[dict[str, Any]]:
+    """Run targets and a worker to their end, without a launcher; return the targets' summaries."""
+    run = config.parent / "run"
+    logs = {name: run / "logs" / f"{name}.log" for name in ("worker", *target_names(num_targets))}
+    options = [part for setting in settings for part in ("--set", setting)]
+    processes = {
+        name: start(
+            "services.drafter_worker" if name == "worker" else "services.target_server",
+            "--config", config, "--set", f"target.replicas={num_targets}", *options, log=log,
+        )
+        for name, log in logs.items()
+    }  # fmt: skip
+    try:
+        for name, process in processes.items():
+            assert process.wait(100) == 0, logs[name].read_text()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    assert not segments_of(config.parent)
+    return [
+        json.loads((run / f"{name}.summary.json").read_text()) for name in target_names(num_targets)
+    ]
+
+
+def target_names(num_targets: int) -> list[str]:
+    """Return the names that targets claim."""
+    return [f"target-{number}" for number in range(num_targets)]
 
 
 def _start(arguments: tuple[str | Path, ...], stdout: Path, stderr: Path) -> Process:

@@ -6,26 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start
+from tests.runs import make_run, run_to_end, segments_of, start, train
 
 UP = "services.launcher.cli"
 
 
-def make_prompts(folder: Path, count: int) -> tuple[str | Path, ...]:
-    """Write a run's config and prompts; return the arguments of its services."""
+def make_prompts(folder: Path, count: int) -> tuple[Path, list[str]]:
+    """Write a run's config and prompts; return the config and settings of its services."""
     config = make_run(folder, num_conversations=4)
     rows = [{"id": f"p{n}", "prompt": f"the dog {n}"} for n in range(count)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = (
+    return config, [
         "data.source=prompts", f"data.path={folder}/prompts.jsonl",
         "generation.max_new_tokens=24", "generation.temperature=1.0", "generation.batch_size=8",
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+def options(config: Path, settings: list[str]) -> tuple[str | Path, ...]:
+    """Return the arguments of a service."""
     return ("--config", config, *(part for setting in settings for part in ("--set", setting)))
 
 
 @pytest.mark.timeout(300)
 def test_one_command_trains_on_answers_that_nobody_wrote_down(tmp_path: Path) -> None:
-    done = run_to_end(UP, "up", *make_prompts(tmp_path, 60), "--set", "launcher.evaluate=false")
+    done = run_to_end(
+        UP, "up", *options(*make_prompts(tmp_path, 60)), "--set", "launcher.evaluate=false"
+    )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["rows_published"] == summary["rows_trained"] > 10
@@ -37,14 +43,12 @@ def test_one_command_trains_on_answers_that_nobody_wrote_down(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_two_targets_answer_the_prompts_between_them(tmp_path: Path) -> None:
-    done = run_to_end(
-        UP, "up", *make_prompts(tmp_path, 60), "--set", "launcher.evaluate=false",
-        "--set", "target.replicas=2",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
-    assert summary["rows_published"] == summary["rows_trained"] > 10
-    assert summary["rows_lost"] == 0
+    config, settings = make_prompts(tmp_path, 60)
+    accounts = [s["groups"]["main"] for s in train(config, *settings, num_targets=2)]
+    published = [account["rows_published"] for account in accounts]
+    assert published == [account["rows_trained"] for account in accounts]
+    assert sum(published) > 10
+    assert {account["rows_lost"] for account in accounts} == {0}
     journals = sorted((tmp_path / "run" / "recipes").glob("target-?.jsonl"))
     assert len(journals) == 2
     lines = [line for journal in journals for line in journal.read_text().splitlines()[1:]]
@@ -54,7 +58,7 @@ def test_two_targets_answer_the_prompts_between_them(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_killed_target_goes_on_and_no_prompt_is_lost_or_taken_twice(tmp_path: Path) -> None:
-    arguments = make_prompts(tmp_path, 200)
+    arguments = options(*make_prompts(tmp_path, 200))
     logs = tmp_path / "run" / "logs"
     journal = tmp_path / "run" / "recipes" / "target-0.jsonl"
     first = start("services.target_server", *arguments, log=logs / "target-a.log")

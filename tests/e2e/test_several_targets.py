@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of
+from tests.runs import make_run, run_to_end, segments_of, start, train
 
 UP = ("services.launcher.cli", "up")
 
@@ -73,19 +73,35 @@ def test_one_command_runs_two_targets_whose_rows_add_up(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("*.sock"))
 
 
+def train_in_part(config: Path) -> None:
+    """Train 11 rows of two targets, and ask the targets to end."""
+    options = ("--config", config, "--set", "target.replicas=2")
+    logs = config.parent / "run" / "logs"
+    targets = [start("services.target_server", *options, log=logs / f"{n}.log") for n in "ab"]
+    try:
+        worker = run_to_end(
+            "services.drafter_worker", *options, "--set", "training.max_steps=11"
+        )  # fmt: skip
+        assert worker.returncode == 0, worker.stderr
+        for target in targets:
+            target.terminate()
+            assert target.wait(60) == 0
+    finally:
+        for target in targets:
+            target.kill()
+
+
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_with_another_number_of_targets_and_trains_each_row_once(
     tmp_path: Path,
 ) -> None:
     config = make_run(tmp_path)
-    quiet = ("--config", config, "--set", "launcher.evaluate=false")
-    part = summary_of(
-        run_to_end(*UP, *quiet, "--set", "target.replicas=2", "--set", "training.max_steps=11",
-                   "--set", "launcher.finish_seconds=1")
-    )  # fmt: skip
+    train_in_part(config)
     before = trainer_state(tmp_path)
-    assert before["trained_rows"] == part["rows_trained"] == 11
-    rest = summary_of(run_to_end(*UP, *quiet))
+    accounts = [account_of(tmp_path, target) for target in (0, 1)]
+    assert before["trained_rows"] == sum(part["rows_trained"] for part in accounts) == 11
+    (summary,) = train(config)
+    rest = summary["groups"]["main"]
     after = trainer_state(tmp_path)
     total = after["consumed"]["low"]
     assert after["consumed"] == {"low": total, "above": []}
