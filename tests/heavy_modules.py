@@ -1,23 +1,19 @@
 """What services load after their config is known to be good; imported by the fork server alone."""
 
-import gc
 import os
 
-# Read when the hub's client is imported.
-os.environ["HF_HUB_OFFLINE"] = "1"
-gc.disable()
+from common.lifecycle import heavy_imports
 
-import fastapi  # noqa: E402, F401
-import uvicorn  # noqa: E402, F401
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported
 
-import services.drafter_worker.assemble  # noqa: E402
-import services.evaluator.evaluator  # noqa: E402
-import services.target_server.answered_rows  # noqa: E402
-import services.target_server.assemble  # noqa: E402
-import services.target_server.prepare_view  # noqa: E402
-import services.target_server.server_answers  # noqa: E402
-import services.target_server.target_answers  # noqa: E402, F401
+with heavy_imports():
+    import fastapi  # noqa: F401
+    import uvicorn  # noqa: F401
 
-# The children's collections leave alone, and so share, what is loaded here.
-gc.freeze()
-gc.enable()
+    import services.drafter_worker.assemble
+    import services.evaluator.evaluator
+    import services.target_server.answered_rows
+    import services.target_server.assemble
+    import services.target_server.prepare_view
+    import services.target_server.server_answers
+    import services.target_server.target_answers  # noqa: F401

@@ -6,7 +6,7 @@ import sys
 import threading
 
 from common.config.command_line import parse
-from common.lifecycle import run_service
+from common.lifecycle import heavy_imports, run_service
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
@@ -33,8 +33,9 @@ def main(stop: threading.Event) -> None:
             on_command=late.obey,
         )
         stack.enter_context(link)
-        # Heavy imports come after the config is known to be good.
-        from services.drafter_worker.assemble import open_worker
+        # They come after the config is known to be good.
+        with heavy_imports():
+            from services.drafter_worker.assemble import open_worker
 
         worker = open_worker(config, index, instance, stop, stack, late.enter)
         if worker is not None:

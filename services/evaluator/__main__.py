@@ -4,7 +4,7 @@ import sys
 import threading
 
 from common.config.command_line import parse
-from common.lifecycle import run_service
+from common.lifecycle import heavy_imports, run_service
 from common.telemetry import logs
 from services.evaluator.config import EvaluatorConfig
 
@@ -15,7 +15,8 @@ def main(stop: threading.Event) -> None:
     if config is None:
         return
     logs.configure("evaluator", "evaluator", config.run.name, config.run.log_level)
-    from services.evaluator.evaluator import evaluate  # torch only after a config that holds
+    with heavy_imports():  # only after a config that holds
+        from services.evaluator.evaluator import evaluate
 
     evaluate(config, stop)
 

@@ -5,7 +5,7 @@ import sys
 import threading
 
 from common.config.command_line import parse
-from common.lifecycle import run_service
+from common.lifecycle import heavy_imports, run_service
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
@@ -37,8 +37,9 @@ def main(stop: threading.Event) -> None:
             on_command=late.obey,
         )
         stack.enter_context(link)
-        # Heavy imports come after the config is known to be good.
-        from services.target_server.assemble import open_server
+        # They come after the config is known to be good.
+        with heavy_imports():
+            from services.target_server.assemble import open_server
 
         server = open_server(config, shard, summary, stop, stack)
         late.bind(server)

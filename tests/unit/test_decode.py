@@ -32,6 +32,7 @@ from tests.targets import NUM_LAYERS, VOCAB_SIZE, make_tiny_target
 LAYER_IDS = (1, 3)
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 PROMPTS = [PROMPT, list(range(50, 70)), [260, 7, 261, 7], list(range(100, 190))]
+PLAIN: dict[tuple[PreTrainedModel, tuple[int, ...], TextLimit], list[int]] = {}
 TARGETS = {
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3"},
@@ -82,7 +83,11 @@ def decode_with(
 
 
 def plain_ids(model: PreTrainedModel, prompt: list[int], limit: TextLimit) -> list[int]:
-    return decode_plainly(CachedTarget(model), prompt, limit).token_ids
+    """Decode a text, once: it is greedy."""
+    key = (model, tuple(prompt), limit)
+    if key not in PLAIN:
+        PLAIN[key] = decode_plainly(CachedTarget(model), prompt, limit).token_ids
+    return list(PLAIN[key])
 
 
 def budget(max_new_tokens: int, *stop_token_ids: int) -> TextLimit:

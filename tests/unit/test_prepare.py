@@ -188,6 +188,9 @@ def test_the_verb_prints_one_conversation(folder):
     done = run_to_end(CLI, "inspect", "c1", "--config", folder / "run.toml")
     assert done.returncode == 0, done.stderr
     assert "[[the lazy dog" in done.stdout
-    missing = run_to_end(CLI, "inspect", "c99", "--config", folder / "run.toml")
+    missing = run_to_end(
+        "services.target_server.inspect", "--config", folder / "run.toml",
+        "--set", 'inspection.id="c99"',
+    )  # fmt: skip
     assert missing.returncode == 2
     assert "c99" in missing.stderr

@@ -196,7 +196,7 @@ def test_a_run_against_a_bad_server_killed_at_random_yields_the_same_set(
     tmp_path, seed, monkeypatch
 ):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(150)])
+    write(tmp_path / "prompts.jsonl", [prompt(number) for number in range(80)])
     chooser = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with serving(tmp_path, "slow", "slow") as address:
@@ -221,7 +221,7 @@ def test_a_run_of_the_target_killed_at_random_yields_the_same_set(target, tmp_pa
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        write(folder / "prompts.jsonl", [prompt(number) for number in range(120)])
+        write(folder / "prompts.jsonl", [prompt(number) for number in range(50)])
         command = ["services.target_server.regenerate"]
         for setting in assignments(target, folder, temperature=1.0, max_new_tokens=24):
             command += ["--set", setting]
