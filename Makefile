@@ -37,9 +37,10 @@ fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Each process takes whole files, and one thread for its arithmetic.
+# Each process takes whole files, those of whole runs first, and one thread for its arithmetic.
 test: setup check
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile \
+		--no-loadscope-reorder
 
 # The ring protocol's models, with spin and a C compiler (Debian: apt-get install spin gcc).
 model-check:

@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.lifecycle import heavy_imports
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
 
 BEFORE = pytest.StashKey[set[str]]()
@@ -35,6 +37,12 @@ def _has_owner(path: Path) -> bool:
 def _is_whole_session(config: pytest.Config) -> bool:
     """A process of several that share the tests out ends while the others' owners die on purpose."""
     return not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    with heavy_imports():
+        return (yield)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,11 +1,9 @@
 """Targets and workers of a run with several rings or groups, as processes without a model.
 
-    python -m tests.fleet_programs target|worker '<JSON of the plan>'
-
 A target claims its ring and hands out rows as the real one does (`claim_shard`, `RecipeBook`,
 `RingOwner`); a worker trains from `WorkerRings`, and its weights are the list of the rows it has
-seen. Both append what they do to `<name>.log`, one JSON object a line, and end with their standard
-input, so that no test leaves a process behind.
+seen. Both append what they do to `<name>.log`, one JSON object a line, and end with the
+test, so that none is left behind.
 """
 
 import json
@@ -29,6 +27,8 @@ from common.ring.owner import RingOwner
 from common.ring.worker_rings import WorkerRings
 from services.target_server.claim import claim_shard
 from services.target_server.recipes import RecipeBook
+from tests.forks import Fork
+from tests.ring_programs import end_with_the_test
 from tests.rings import make_schema, make_table, publish
 
 
@@ -50,9 +50,13 @@ class Plan:
     commit_every: int = 4
 
 
-def arguments(kind: str, plan: Plan) -> list[str]:
-    """Return the command line of a program."""
-    return [sys.executable, "-m", "tests.fleet_programs", kind, json.dumps(asdict(plan))]
+def start(kind: str, plan: Plan) -> Fork:
+    """Start a program; errors go to `<name>.err`."""
+    errors = Path(plan.folder) / f"{plan.name}.err"
+    return Fork(
+        "tests.fleet_programs", kind, json.dumps(asdict(plan)),
+        environment=dict(os.environ), stdout=errors, stderr=errors,
+    )  # fmt: skip
 
 
 def write_log(plan: Plan, event: str, **values: Any) -> None:
@@ -177,12 +181,7 @@ class Trainer:
 
 def main(kind: str, plan: Plan) -> None:
     """Run one of the programs until it ends or the test does."""
-
-    def die_with_the_test() -> None:
-        sys.stdin.buffer.read()
-        os._exit(3)
-
-    threading.Thread(target=die_with_the_test, daemon=True).start()
+    end_with_the_test()
     segment.SEGMENT_DIRECTORY = Path(plan.shared_memory)
     if kind == "target":
         run_target(plan)

@@ -1,5 +1,6 @@
 """Processes that are forked from one which has loaded what they need: a start costs milliseconds."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -45,7 +46,8 @@ class Fork:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -1,9 +1,7 @@
 """Runs of several rings, and of several groups on one, while processes are killed and stopped."""
 
-import contextlib
 import json
 import signal
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.fleet_programs import Plan, arguments, checkpoints, consumed_in
+from tests.fleet_programs import Plan, checkpoints, consumed_in, start
+from tests.forks import Fork
 from tests.rings import wait_until
 
-ROOT = Path(__file__).parents[2]
 ROWS = 60
 QUICK = {
     "lease_seconds": 0.4, "lease_max_seconds": 0.8, "session_timeout_seconds": 0.8,
@@ -30,18 +28,15 @@ class Fleet:
 
     folder: Path
     shared_memory: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    names: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: list[Fork] = field(default_factory=list)
+    names: dict[str, Fork] = field(default_factory=dict)
 
     def start(self, kind: str, *names: str, **plan: Any) -> None:
         for name in names:
             whole = Plan(
                 str(self.folder), str(self.shared_memory), name, **{"table": QUICK, **plan}
             )
-            with (self.folder / f"{name}.err").open("ab") as errors:
-                process = subprocess.Popen(
-                    arguments(kind, whole), cwd=ROOT, stdin=subprocess.PIPE, stderr=errors
-                )
+            process = start(kind, whole)
             self.processes.append(process)
             self.names[name] = process
 
@@ -123,11 +118,8 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
         running = [process for process in fleet.processes if process.poll() is None]
         for process in fleet.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.wait(60)
-            assert process.stdin is not None
-            process.stdin.close()
         assert [process.args for process in running] == []
         assert list(Path(shared_memory).iterdir()) == []
 
