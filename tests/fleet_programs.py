@@ -28,7 +28,6 @@ from common.ring.worker_rings import WorkerRings
 from services.target_server.claim import claim_shard
 from services.target_server.recipes import RecipeBook
 from tests.forks import Fork
-from tests.ring_programs import end_with_the_test
 from tests.rings import make_schema, make_table, publish
 
 
@@ -180,8 +179,7 @@ class Trainer:
 
 
 def main(kind: str, plan: Plan) -> None:
-    """Run one of the programs until it ends or the test does."""
-    end_with_the_test()
+    """Run one of the programs."""
     segment.SEGMENT_DIRECTORY = Path(plan.shared_memory)
     if kind == "target":
         run_target(plan)

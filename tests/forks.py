@@ -7,6 +7,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -56,14 +59,27 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def end_with_the_test() -> None:
+    """See to it that this process ends when the one that started it is gone."""
+    threading.Thread(target=_watch_the_test, daemon=True).start()
+
+
+def _watch_the_test() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(3)
+
+
 def _run(
     module: str, arguments: tuple[str, ...], environment: dict[str, str], stdout: Path, stderr: Path
 ) -> None:
-    """Be a service: its output in files, its arguments and environment in their places."""
+    """Be the module, with its output in files, until it ends or the test does."""
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
+    end_with_the_test()
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.ring.consumer import RingConsumer
 from common.ring.layout import unpack_documents
 from common.ring.lease import Lease
-from tests.ring_programs import end_with_the_test
+from tests.forks import end_with_the_test
 from tests.rings import documents_of
 from tests.row_bytes import FIELDS, is_content
 

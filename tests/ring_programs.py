@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from common.ring import segment
 from common.ring.consumer import RingConsumer
 from common.ring.lease import Lease
 from common.ring.owner import RingOwner
+from tests.forks import end_with_the_test
 from tests.rings import endpoint_in, make_schema, make_table, write_row
 from tests.row_bytes import FIELDS, is_content
 
@@ -284,18 +283,6 @@ class Trainer(Program):
             self.log.write("saved", trained=self._trained)
             self.pause("saved")
         self._consumer.mark_committed()
-
-
-def end_with_the_test() -> None:
-    """See to it that this process ends when the one that started it is gone."""
-    threading.Thread(target=_watch_the_test, daemon=True).start()
-
-
-def _watch_the_test() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(3)
 
 
 def run_program(kind: str, plan: Plan) -> None:
