@@ -19,7 +19,7 @@ from common.ring import segment as segments
 from common.ring.backings import attach
 from common.ring.segment import HostSegment, MemorySegment, reclaim_dead_segments
 
-NAME = f"ringdraft-unit-{os.getpid()}-0123abcd-{1:016x}"
+NAME = f"ringdraft-unit-1-0123abcd-{1:016x}"
 ROOT = Path(__file__).parents[2]
 
 
