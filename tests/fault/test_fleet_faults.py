@@ -125,6 +125,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 TARGETS, WORKERS = ("target-a", "target-b"), ("w1", "w2")
+PATIENT = {"lease_seconds": 30.0, "lease_max_seconds": 60.0, "session_timeout_seconds": 30.0}
 
 
 def test_two_targets_and_two_workers_train_every_row_once(fleet: Fleet) -> None:
@@ -144,7 +145,9 @@ def test_two_targets_and_two_workers_train_every_row_once(fleet: Fleet) -> None:
 def test_a_killed_target_costs_the_other_ring_nothing_and_comes_back_to_its_own(
     fleet: Fleet,
 ) -> None:
-    fleet.start_targets(*TARGETS, row_seconds=0.03)
+    # Nothing times out and no descriptor goes twice, however slow the machine is.
+    calm = {**QUICK, **PATIENT, "heartbeat_seconds": 0.5}
+    fleet.start_targets(*TARGETS, row_seconds=0.03, table=calm)
     fleet.start("worker", *WORKERS)
     wait_until(lambda: fleet.rows_seen(0) > 4 and fleet.rows_seen(1) > 4, "both rings are read")
     doomed, other = fleet.target_of(0), fleet.target_of(1)
@@ -223,7 +226,6 @@ def test_one_target_too_many_is_refused_and_the_run_goes_on(fleet: Fleet) -> Non
     fleet.assert_every_row_is_trained(TARGETS)
 
 
-PATIENT = {"lease_seconds": 30.0, "lease_max_seconds": 60.0, "session_timeout_seconds": 30.0}
 GROUPS = {"steady": {}, "late": {"policy": "skip", "group_timeout_seconds": 0.3}}
 
 

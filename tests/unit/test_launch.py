@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,11 @@ from services.launcher.up import Launch, evaluator_spec, prepare, service_specs
 
 
 @pytest.fixture
-def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def in_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rd-") as folder, monkeypatch.context() as context:
+        context.chdir(folder)
+        yield Path(folder)
 
 
 def launch_of(*settings: str) -> Launch:
