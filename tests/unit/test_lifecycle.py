@@ -1,5 +1,6 @@
 """Start and end of processes: signals, exit codes, death with the parent, locks."""
 
+import gc
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.lifecycle import FileLock, lock_holder, write_atomically
+from common.lifecycle import FileLock, heavy_imports, lock_holder, write_atomically
 
 WATCHDOG_SECONDS = 30
 
@@ -124,6 +125,16 @@ def test_a_child_dies_with_its_parent() -> None:
     os.close(child)
     finish(parent)
     assert ready, f"child {child_pid} outlived its parent"
+
+
+def test_heavy_imports_look_for_no_garbage_and_leave_the_collector_on() -> None:
+    imports = heavy_imports()
+    imports.__enter__()
+    assert not gc.isenabled()
+    error = ImportError("no module")
+    assert not imports.__exit__(ImportError, error, None)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_taken_lock_names_its_holder_and_the_way_out(tmp_path: Path) -> None:
