@@ -154,6 +154,7 @@ class Trainer:
             is_settled = lease is None and self._rings.is_settled
             if is_settled or len(self._trained) - self._saved >= self._plan.commit_every:
                 self._save()
+        self._save()  # with the rows of the end that nobody trains
         self._rings.close()
         write_log(self._plan, "done", total_rows=self._rings.total_rows)
 
