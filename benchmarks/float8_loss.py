@@ -69,7 +69,7 @@ def make_objective(config: WorkerConfig, max_documents: int, checkpoint: Path) -
         num_anchors=config.drafter.num_anchors,
         max_documents=max_documents,
         loss_chunk_rows=config.drafter.loss_chunk_rows,
-        backend="sdpa",
+        backend="dense",
     ).to(device)
 
 

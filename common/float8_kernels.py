@@ -75,10 +75,10 @@ def _quantise(
     values: tl.tensor,
     scales: tl.tensor,
     used_tokens: tl.int32,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    LARGEST: tl.constexpr,  # noqa: N803
-    LEAST_SCALE: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
 ) -> None:
     token = tl.program_id(0)
     row = token.to(tl.int64) * WIDTH
@@ -108,8 +108,8 @@ def _dequantise(
     values: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0)
     row = token.to(tl.int64) * WIDTH

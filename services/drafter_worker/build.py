@@ -87,7 +87,9 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     # Masters are taken before the working weights are rounded.
     masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
     drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    optimizer = MasterAdamW(drafter.parameters(), masters, config.optimizer)
+    optimizer = MasterAdamW(
+        drafter.parameters(), masters, config.optimizer, config.training.accumulation
+    )
     progress, consumed = Progress(), SequenceSet()
     template = None
     if newest is not None:
@@ -152,7 +154,7 @@ def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> 
         num_anchors=config.drafter.num_anchors,
         max_documents=schema.max_documents,
         loss_chunk_rows=config.drafter.loss_chunk_rows,
-        backend="flex" if on_cuda else "sdpa",
+        backend="blocks" if on_cuda else "dense",
     ).to(device)
     return Stepper(
         objective,

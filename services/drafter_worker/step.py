@@ -85,8 +85,7 @@ class Stepper:
 
     def _micro(self) -> None:
         loss, sums = self._forward(self._row)
-        loss.backward()
-        self._optimizer.accumulate()
+        self._optimizer.backward(loss)
         self._sums += sums
         self._weight_sum += sums[1]
 

@@ -73,23 +73,23 @@ def train(stepper: Stepper, spec: DrafterSpec, dtype: torch.dtype, steps: int) -
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_captured_flex_step_equals_eager_dense_step(kind: str) -> None:
+def test_captured_step_equals_eager_dense_step(kind: str) -> None:
     spec = spec_for(kind)
-    eager = train(make_stepper(spec, torch.float32, "sdpa", fast=False), spec, torch.float32, 8)
-    fast = train(make_stepper(spec, torch.float32, "flex", fast=True), spec, torch.float32, 8)
+    eager = train(make_stepper(spec, torch.float32, "dense", fast=False), spec, torch.float32, 8)
+    fast = train(make_stepper(spec, torch.float32, "blocks", fast=True), spec, torch.float32, 8)
     torch.testing.assert_close(fast, eager, rtol=2e-3, atol=2e-3)
 
 
 def test_bfloat16_step_follows_the_float32_curve() -> None:
     spec = spec_for("full")
-    wide = train(make_stepper(spec, torch.float32, "sdpa", fast=False), spec, torch.float32, 8)
-    narrow = train(make_stepper(spec, torch.bfloat16, "flex", fast=True), spec, torch.bfloat16, 8)
+    wide = train(make_stepper(spec, torch.float32, "dense", fast=False), spec, torch.float32, 8)
+    narrow = train(make_stepper(spec, torch.bfloat16, "blocks", fast=True), spec, torch.bfloat16, 8)
     torch.testing.assert_close(narrow, wide, rtol=5e-2, atol=5e-2)
 
 
 def test_memory_is_flat_and_nothing_recompiles_after_warm_up() -> None:
     spec = spec_for("sliding")
-    stepper = make_stepper(spec, torch.bfloat16, "flex", fast=True)
+    stepper = make_stepper(spec, torch.bfloat16, "blocks", fast=True)
     rows = [buffers_of(make_row(spec, lengths, NUM_TOKENS), torch.bfloat16) for lengths in LENGTHS]
     stepper.take_sums()
     before = torch.cuda.memory_allocated()
@@ -107,6 +107,6 @@ def test_memory_is_flat_and_nothing_recompiles_after_warm_up() -> None:
 def test_warm_up_leaves_the_weights_alone() -> None:
     spec = spec_for("full")
     expected = [p.detach().clone() for p in make_drafter(spec).parameters()]
-    stepper = make_stepper(spec, torch.float32, "flex", fast=True)
+    stepper = make_stepper(spec, torch.float32, "blocks", fast=True)
     for got, want in zip(stepper._optimizer.masters, expected, strict=True):
         assert torch.equal(got.cpu(), want)

@@ -14,8 +14,8 @@ from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import (
     DFlashObjective,
     StagedRow,
+    block_inputs,
     block_positions,
-    noise_embedding,
 )
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
@@ -42,18 +42,23 @@ def training_blocks(
     spec = drafter.spec
     objective = DFlashObjective(
         drafter, embedding=embedding, head=embedding, num_anchors=num_anchors,
-        max_documents=8, loss_chunk_rows=16, backend="sdpa",
+        max_documents=8, loss_chunk_rows=16, backend="dense",
     )  # fmt: skip
     anchors, is_valid = select_anchors(row.loss_mask, row.document_ids, row.draw, num_anchors, 8)
     layout = make_layout(anchors, is_valid, row.position_ids, spec.block_size)
     final = drafter(
         row.aux_hidden_states,
         row.position_ids,
-        noise_embedding(embedding, row.token_ids[anchors], spec),
+        block_inputs(embedding, row.token_ids[anchors], spec),
         block_positions(row.position_ids[anchors], spec.block_size),
         objective._attends(layout),
     )
     return anchors, is_valid, final.view(num_anchors, spec.block_size, -1)
+
+
+def noise_embedding(embedding: torch.Tensor, token: int, spec: DrafterSpec) -> torch.Tensor:
+    """Return a block's input as published code takes it, [1, S, H]."""
+    return embedding[[token] + [spec.mask_token_id] * (spec.block_size - 1)][None]
 
 
 def spec_with(mix: str, **changes: object) -> DrafterSpec:
@@ -77,10 +82,9 @@ def test_training_forward_equals_published_inference_per_block(mix: str, block_s
     published = oracle(drafter)
     for index, anchor in enumerate(anchors.tolist()):
         start = anchor - int(row.position_ids[anchor])
-        block = noise_embedding(embedding, row.token_ids[anchor : anchor + 1], spec)
         expected = published(
             position_ids=torch.arange(anchor - start + block_size)[None],
-            noise_embedding=block[None],
+            noise_embedding=noise_embedding(embedding, int(row.token_ids[anchor]), spec),
             target_hidden=row.aux_hidden_states[None, start:anchor],
         )
         torch.testing.assert_close(final[index], expected[0], rtol=1e-4, atol=1e-5)
@@ -100,7 +104,7 @@ def test_incremental_context_equals_published_inference(mix: str) -> None:
         got = context.final_hidden_states(token, torch.tensor([stop]))
         expected = published(
             position_ids=torch.arange(stop + spec.block_size)[None],
-            noise_embedding=noise_embedding(embedding, token, spec)[None],
+            noise_embedding=noise_embedding(embedding, int(token), spec),
             target_hidden=features[None, :stop],
         )[0]
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -23,9 +23,9 @@ from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import (
     DFlashObjective,
     StagedRow,
+    block_inputs,
     block_positions,
     draft_rows,
-    noise_embedding,
 )
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
@@ -62,11 +62,11 @@ def loss_of(
     window = LayerWindow(torch.tensor(UNBOUNDED_WINDOW), torch.tensor(False))
     objective = DFlashObjective(
         drafter, embedding=embedding, head=head, num_anchors=num_blocks, max_documents=4,
-        loss_chunk_rows=5, backend="sdpa",
+        loss_chunk_rows=5, backend="dense",
     )  # fmt: skip
     assert torch.equal(dense_mask(layout, window), objective._attends(layout)[0].args[0])
     final = drafter(
-        aux, row.position_ids, noise_embedding(embedding, row.token_ids[anchors], spec),
+        aux, row.position_ids, block_inputs(embedding, row.token_ids[anchors], spec),
         block_positions(row.position_ids[anchors], BLOCK_SIZE), objective._attends(layout),
     )  # fmt: skip
     final.retain_grad()
@@ -158,7 +158,7 @@ def test_loss_is_finite_for_any_length_and_number_of_anchors(drafter: DFlashDraf
         length, num_anchors = 1 + (index * 37) % 300, 1 + index % 17
         objective = DFlashObjective(
             drafter, embedding=embedding, head=head, num_anchors=num_anchors, max_documents=4,
-            loss_chunk_rows=16, backend="sdpa",
+            loss_chunk_rows=16, backend="dense",
         )  # fmt: skip
         loss, sums = objective(make_row(spec, (length,), length + index % 3, seed=index))
         loss.backward()

@@ -1,15 +1,13 @@
-"""The dense mask against loops over slots and keys, and block tables against the dense mask."""
+"""The dense mask against loops over slots and keys."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from common.drafters.dflash.attention import (
-    MASK_TILE,
     UNBOUNDED_WINDOW,
     BlockLayout,
     LayerWindow,
-    block_tables,
     dense_mask,
     make_layout,
     sdpa,
@@ -104,71 +102,3 @@ def test_every_row_sees_something_so_that_no_softmax_is_empty() -> None:
         assert mask.any(-1).all()
         q, k = torch.randn(2, 60, 8), torch.randn(1, 170, 8)
         assert torch.isfinite(sdpa(q, k, k, mask)).all()
-
-
-def tiles_by_hand(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tiles of a dense mask hold any pair, and which hold only pairs."""
-    num_queries, num_keys = mask.shape
-    shape = (-(-num_queries // MASK_TILE), -(-num_keys // MASK_TILE))
-    some, whole = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    for i in range(shape[0]):
-        for j in range(shape[1]):
-            rows = slice(i * MASK_TILE, (i + 1) * MASK_TILE)
-            tile = mask[rows, j * MASK_TILE : (j + 1) * MASK_TILE]
-            some[i, j] = tile.any()
-            whole[i, j] = tile.all() and tile.shape == (MASK_TILE, MASK_TILE)
-    return some, whole
-
-
-def listed(counts: Tensor, indices: Tensor, num_columns: int) -> Tensor:
-    """Return bool [rows, columns] of the tiles that a table lists."""
-    assert counts.dtype == indices.dtype == torch.int32
-    tiles = torch.zeros(counts.shape[-1], num_columns, dtype=torch.bool)
-    for row, count in enumerate(counts[0, 0].tolist()):
-        columns = indices[0, 0, row, :count].tolist()
-        assert len(set(columns)) == count, "no tile is listed twice"
-        tiles[row, columns] = True
-    return tiles
-
-
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("block_size", [4, 5, 7, 8, 12, 16])
-@pytest.mark.parametrize(
-    ("num_anchors", "lengths", "num_tokens"),
-    [(48, (300, 37, 129), 512), (61, (500,), 500), (40, (90, 301), 430)],
-)
-def test_block_tables_list_the_tiles_of_the_dense_mask(
-    kind: str, block_size: int, num_anchors: int, lengths: tuple[int, ...], num_tokens: int
-) -> None:
-    layout, _ = random_layout(num_anchors, block_size, num_tokens, lengths)
-    window = layer(*WINDOWS[kind])
-    mask = dense_mask(layout, window)
-    some, whole = tiles_by_hand(mask)
-    tables = block_tables(layout, window)
-    num_query_tiles, num_key_tiles = some.shape
-    partial = listed(tables.kv_num_blocks, tables.kv_indices, num_key_tiles)
-    full = listed(tables.full_kv_num_blocks, tables.full_kv_indices, num_key_tiles)
-    assert tables.seq_lengths == mask.shape
-    assert not (partial & full).any()
-    assert not (full & ~whole).any(), "a full tile skips the mask, so all of it must be visible"
-    assert not (some & ~(partial | full)).any(), "a tile that is not listed is not computed"
-    # A tile of invalid blocks or of a sliding window may be listed and empty, never the reverse.
-    if kind == "full":
-        assert torch.equal(partial | full, some)
-        assert torch.equal(full, whole)
-    assert torch.equal(listed(tables.q_num_blocks, tables.q_indices, num_query_tiles), partial.T)
-    assert torch.equal(
-        listed(tables.full_q_num_blocks, tables.full_q_indices, num_query_tiles), full.T
-    )
-
-
-@pytest.mark.parametrize("block_size", [5, 16])
-def test_mask_function_of_the_tables_is_the_dense_mask(block_size: int) -> None:
-    layout, _ = random_layout(20, block_size, num_tokens=110)
-    window = layer(20, is_causal=True)
-    tables = block_tables(layout, window)
-    expected = dense_mask(layout, window)
-    query = torch.arange(expected.shape[0])[:, None]
-    key = torch.arange(expected.shape[1])[None]
-    zero = torch.tensor(0)
-    assert torch.equal(tables.mask_mod(zero, zero, query, key), expected)

@@ -216,7 +216,7 @@ def learn_text(model: PreTrainedModel, drafter: DFlashDrafter, prompt: list[int]
     objective = DFlashObjective(
         drafter, embedding=model.get_input_embeddings().weight.detach(),
         head=model.get_output_embeddings().weight.detach(), num_anchors=20, max_documents=1,
-        loss_chunk_rows=64, backend="sdpa",
+        loss_chunk_rows=64, backend="dense",
     )  # fmt: skip
     row = StagedRow(
         token_ids=ids.to(torch.int32),

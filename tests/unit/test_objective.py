@@ -22,7 +22,7 @@ def objective_of(
 ) -> DFlashObjective:
     embedding, head = make_tables(drafter.spec)
     values = {"embedding": embedding, "head": head, "max_documents": 8, "loss_chunk_rows": 16}
-    return DFlashObjective(drafter, num_anchors=num_anchors, backend="sdpa", **values | changes)
+    return DFlashObjective(drafter, num_anchors=num_anchors, backend="dense", **values | changes)
 
 
 def loss_and_gradients(

@@ -29,8 +29,7 @@ def make_optimizer(**changes: float) -> tuple[nn.Linear, MasterAdamW]:
 
 
 def backward(layer: nn.Linear, optimizer: MasterAdamW, scale: float = 1.0) -> None:
-    (layer(torch.ones(2, 4)) * scale).pow(2).sum().backward()
-    optimizer.accumulate()
+    optimizer.backward((layer(torch.ones(2, 4)) * scale).pow(2).sum())
 
 
 def test_a_step_equals_torchs_adamw_on_the_mean_gradient() -> None:
@@ -65,7 +64,6 @@ def test_a_step_without_weight_or_with_nan_changes_nothing(weight_sum: float) ->
     for name, value in optimizer.state().items():
         assert torch.equal(value, before[name]), name
     assert optimizer.num_skipped.item() == 1
-    assert layer.weight.grad.abs().sum() == 0
 
 
 def test_optimizer_state_survives_a_round_trip_bit_for_bit() -> None:

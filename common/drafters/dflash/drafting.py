@@ -19,9 +19,9 @@ from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, Dra
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import (
     attend_dense,
+    block_inputs,
     block_positions,
     draft_rows,
-    noise_embedding,
 )
 
 
@@ -79,7 +79,7 @@ class DraftContext:
             for kind, window in self._windows.items()
         }
         return self._drafter.run_blocks(
-            noise_embedding(self._embedding, anchor_token_ids, spec),
+            block_inputs(self._embedding, anchor_token_ids, spec),
             block_positions(anchors, spec.block_size),
             self._layers,
             [attends[kind] for kind in spec.layer_types],

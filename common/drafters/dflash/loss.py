@@ -51,22 +51,36 @@ def weighted_cross_entropy(
     weights: Tensor,  # [R] float32
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sum of w * CE (float32, 0-dim), argmax == label [R] bool, and d(sum)/d(hidden) [R, H]."""
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    """Return sum of w * CE (0-dim), whether argmax is the label [R] bool, d(sum)/d(hidden) [R, H].
+
+    A row of weight 0 is not looked at: its argmax is not the label.
+    """
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     is_correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     gradient = torch.empty_like(hidden)
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, min(start + chunk_rows, len(hidden)))
-        label, weight = labels[rows, None], weights[rows, None]
-        logits = (hidden[rows] @ head.T).float()
-        is_correct[rows] = logits.argmax(-1) == label[:, 0]
-        chosen = logits.gather(1, label)
-        log_normaliser = logits.logsumexp(-1, keepdim=True)
-        total += (weight * (log_normaliser - chosen)).sum()
-        slope = logits.sub_(log_normaliser).exp_().mul_(weight)
-        slope.scatter_add_(1, label, -weight)
-        gradient[rows] = slope.to(hidden.dtype) @ head
-    return total, is_correct, gradient
+        logits = hidden[rows] @ head.T
+        slope = _cross_entropy(logits, labels[rows], weights[rows], losses[rows], is_correct[rows])
+        torch.mm(slope, head, out=gradient[rows])
+    return losses.sum(), is_correct, gradient
+
+
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor, losses: Tensor, is_correct: Tensor
+) -> Tensor:
+    """Fill losses and is_correct of some rows; return d(sum of losses)/d(logits)."""
+    if logits.is_cuda:
+        from common.drafters.dflash.loss_kernels import cross_entropy_in_place
+
+        cross_entropy_in_place(logits, labels, weights, losses, is_correct)
+        return logits
+    wide, label, weight = logits.float(), labels[:, None], weights[:, None]
+    is_correct.copy_((wide.argmax(-1) == labels) & (weights != 0))
+    log_normaliser = wide.logsumexp(-1, keepdim=True)
+    losses.copy_((weight * (log_normaliser - wide.gather(1, label)))[:, 0])
+    slope = wide.sub_(log_normaliser).exp_().mul_(weight)
+    return slope.scatter_add_(1, label, -weight).to(logits.dtype)
 
 
 @weighted_cross_entropy.register_fake

@@ -7,19 +7,26 @@
 Parameter names are those of the published checkpoints. Positions restart in each document; slot k
 of a block has the anchor's position + k.
 
-T context tokens, H hidden, L kept target layers, Q block slots, K = T + Q, n heads, d head width.
+Every slot but the first of a block has the mask token's embedding, so the first layer projects A + 1
+distinct rows and spreads the results: A * (S - 1) products are the same one.
+
+T context tokens, H hidden, L kept target layers, A blocks of S slots, Q = A * S, n heads, d head width.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from common.drafters.dflash.config import DrafterSpec
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [n_h, Q, d], k [n_kv, K, d], v [n_kv, K, d]) -> [n_h, Q, d]."""
+KeysValues = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, KeysValues, KeysValues], Tensor]
+"""(q [n_h, Q, d], k, v of the context [n_kv, T, d], k, v of the blocks [n_kv, Q, d]) -> [n_h, Q, d]."""
 Rotary = tuple[Tensor, Tensor]
+Spread = Callable[[Tensor], Tensor]
+"""From the rows that are computed on to block rows; `same_rows` or `spread_blocks` of a block size."""
 
 
 class RMSNorm(nn.Module):
@@ -50,14 +57,17 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(width, spec.rms_norm_eps)
         self.k_norm = RMSNorm(width, spec.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values [n_kv, rows, d] of context or block rows."""
-        k = rotate(self.k_norm(self._split(self.k_proj(x))), rotary)
-        return k, self._split(self.v_proj(x))
+    def keys_values(self, x: Tensor, rotary: Rotary, spread: Spread) -> KeysValues:
+        """Return rotated keys and values [n_kv, Q, d] of rows x."""
+        return self.arrange(self.k_proj(x), self.v_proj(x), rotary, spread)
 
-    def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def arrange(self, k: Tensor, v: Tensor, rotary: Rotary, spread: Spread) -> KeysValues:
+        """Return normed and rotated keys, and values, [n_kv, rows, d] of projected rows."""
+        return rotate(spread(self.k_norm(self._split(k))), rotary), spread(self._split(v))
+
+    def queries(self, x: Tensor, rotary: Rotary, spread: Spread) -> Tensor:
         """Return rotated queries [n_h, Q, d]."""
-        return rotate(self.q_norm(self._split(self.q_proj(x))), rotary)
+        return rotate(spread(self.q_norm(self._split(self.q_proj(x)))), rotary)
 
     def merge(self, heads: Tensor) -> Tensor:
         """Return [Q, H] from attention output [n_h, Q, d]."""
@@ -93,16 +103,16 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        context: tuple[Tensor, Tensor],
+        context: KeysValues,
         rotary: Rotary,
         attend: Attend,
+        spread: Spread,
     ) -> Tensor:
-        """Advance block rows x [Q, H] given the context's keys and values."""
+        """Return block rows [Q, H] of rows x, whose spread they are, and the context's keys, values."""
         u = self.input_layernorm(x)
-        k, v = self.self_attn.keys_values(u, rotary)
-        q = self.self_attn.queries(u, rotary)
-        heads = attend(q, torch.cat([context[0], k], 1), torch.cat([context[1], v], 1))
-        x = x + self.self_attn.merge(heads)
+        block = self.self_attn.keys_values(u, rotary, spread)
+        heads = attend(self.self_attn.queries(u, rotary, spread), context, block)
+        x = spread(x) + self.self_attn.merge(heads)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -128,44 +138,78 @@ class DFlashDrafter(nn.Module):
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """Return cos and sin [rows, d] for positions [rows]."""
-        angles = positions.float()[:, None] * self.inv_freq[None]
-        angles = torch.cat([angles, angles], -1)
-        scale = self.rotary_scale
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        cos, sin = rotary_table(positions, self.inv_freq, self.rotary_scale)
+        return cos.to(dtype), sin.to(dtype)
 
-    def context_keys_values(
-        self, context: Tensor, positions: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
         """Return each layer's keys and values [n_kv, T, d] of fused context rows [T, H]."""
         rotary = self.rotary(positions, context.dtype)
-        return [layer.self_attn.keys_values(context, rotary) for layer in self.layers]
+        layers = [layer.self_attn for layer in self.layers]
+        # One wide product: each layer's is too narrow to fill a GPU.
+        weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
+        joined = nn.functional.linear(context, torch.cat(weights))
+        parts = joined.chunk(len(weights), -1)
+        return [
+            layer.arrange(k, v, rotary, same_rows)
+            for layer, k, v in zip(layers, parts[::2], parts[1::2], strict=True)
+        ]
 
     def forward(
         self,
         aux_hidden_states: Tensor,  # [T, L*H]
         position_ids: Tensor,  # [T]
-        noise_embedding: Tensor,  # [Q, H]
+        block_inputs: Tensor,  # [A + 1, H]: the anchors' embeddings, then the mask token's
         block_position_ids: Tensor,  # [Q]
         attends: Sequence[Attend],  # one a layer
     ) -> Tensor:
         """Return the block rows' final hidden states [Q, H], normed."""
         context = self.fuse(aux_hidden_states)
         keys_values = self.context_keys_values(context, position_ids)
-        return self.run_blocks(noise_embedding, block_position_ids, keys_values, attends)
+        return self.run_blocks(block_inputs, block_position_ids, keys_values, attends)
 
     def run_blocks(
         self,
-        noise_embedding: Tensor,  # [Q, H]
+        block_inputs: Tensor,  # [A + 1, H]
         block_position_ids: Tensor,  # [Q]
-        context: list[tuple[Tensor, Tensor]],
+        context: list[KeysValues],
         attends: Sequence[Attend],  # one a layer
     ) -> Tensor:
         """Return [Q, H] given the context's keys and values of every layer."""
-        x = noise_embedding
+        x = block_inputs
         rotary = self.rotary(block_position_ids, x.dtype)
+        spread: Spread = partial(spread_blocks, self.spec.block_size)
         for layer, keys_values, attend in zip(self.layers, context, attends, strict=True):
-            x = layer(x, keys_values, rotary, attend)
+            x = layer(x, keys_values, rotary, attend, spread)
+            spread = same_rows
         return self.norm(x)
+
+
+@torch.library.custom_op("ringdraft::rotary_table", mutates_args=())
+def rotary_table(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return scaled cos and sin [rows, d] in float32, made once: fused, each use would make them again."""
+    angles = positions.float()[:, None] * inv_freq[None]
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+@rotary_table.register_fake
+def _(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    del scale
+    shape = (len(positions), 2 * len(inv_freq))
+    cos, sin = (inv_freq.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return cos, sin
+
+
+def same_rows(x: Tensor) -> Tensor:
+    """Return block rows as they are."""
+    return x
+
+
+def spread_blocks(block_size: int, x: Tensor) -> Tensor:
+    """Return block rows [..., A * S, w] of distinct rows [..., A + 1, w]: one anchor's, then the last's."""
+    anchors, mask = x[..., :-1, None, :], x[..., -1:, None, :]
+    shape = (*anchors.shape[:-2], block_size - 1, anchors.shape[-1])
+    return torch.cat([anchors, mask.expand(shape)], -2).flatten(-3, -2)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

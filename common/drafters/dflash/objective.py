@@ -1,7 +1,7 @@
 """One row to one loss: anchors, mask, blocks, network, head. Fixed shapes, no host sync.
 
-The same function is the oracle on the CPU (SDPA with a dense mask) and the graph on the GPU
-(flex_attention with tables), from the same mask.
+The same function is the oracle on the CPU (SDPA under a dense mask) and the graph on the GPU (kernels
+for these blocks).
 """
 
 from functools import partial
@@ -15,28 +15,17 @@ from common.drafters.dflash.attention import (
     UNBOUNDED_WINDOW,
     BlockLayout,
     LayerWindow,
-    block_tables,
     dense_mask,
     make_layout,
     sdpa,
 )
+from common.drafters.dflash.block_attention import attend_blocks
 from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
 from common.drafters.dflash.loss import supervise, weighted_cross_entropy
 from common.drafters.dflash.metrics import pack_sums
-from common.drafters.dflash.model import Attend, DFlashDrafter
+from common.drafters.dflash.model import Attend, DFlashDrafter, KeysValues
 
-AttentionBackend = Literal["sdpa", "flex"]
-
-# Of the option sets measured side by side on an H200 at 8,192 queries and 12,288 keys of width 128,
-# two pipeline stages with these tiles have the fastest backward: 1.63 ms against 2.55 by default.
-FLEX_OPTIONS = {
-    "bwd_BLOCK_M1": 64,
-    "bwd_BLOCK_N1": 128,
-    "bwd_BLOCK_M2": 128,
-    "bwd_BLOCK_N2": 64,
-    "bwd_num_warps": 8,
-    "bwd_num_stages": 2,
-}
+AttentionBackend = Literal["dense", "blocks"]
 
 
 class StagedRow(NamedTuple):
@@ -93,7 +82,7 @@ class DFlashObjective(nn.Module):
         final = self.drafter(
             row.aux_hidden_states,
             row.position_ids,
-            noise_embedding(self.embedding, row.token_ids[anchors], spec),
+            block_inputs(self.embedding, row.token_ids[anchors], spec),
             block_positions(row.position_ids[anchors], spec.block_size),
             self._attends(layout),
         )
@@ -117,21 +106,15 @@ class DFlashObjective(nn.Module):
 
     def _attend(self, layout: BlockLayout, kind: int) -> Attend:
         window = LayerWindow(self.windows[kind], self.causal[kind])
-        if self.backend == "sdpa":
+        if self.backend == "dense":
             return partial(attend_dense, dense_mask(layout, window))
-        return partial(_attend_flex, block_tables(layout, window))
+        return partial(attend_blocks, layout, window)
 
 
-def noise_embedding(embedding: Tensor, anchor_token_ids: Tensor, spec: DrafterSpec) -> Tensor:
-    """Return block inputs [A*S, H]: each anchor's embedding, then mask embeddings."""
-    ids = torch.full(
-        (len(anchor_token_ids), spec.block_size),
-        spec.mask_token_id,
-        dtype=torch.int64,
-        device=embedding.device,
-    )
-    ids[:, 0] = anchor_token_ids
-    return nn.functional.embedding(ids.flatten(), embedding)
+def block_inputs(embedding: Tensor, anchor_token_ids: Tensor, spec: DrafterSpec) -> Tensor:
+    """Return the distinct inputs of blocks [A + 1, H]: anchors' embeddings, then the mask token's."""
+    ids = nn.functional.pad(anchor_token_ids.to(torch.int64), (0, 1), value=spec.mask_token_id)
+    return nn.functional.embedding(ids, embedding)
 
 
 def block_positions(anchor_positions: Tensor, block_size: int) -> Tensor:
@@ -145,15 +128,7 @@ def draft_rows(final: Tensor, block_size: int) -> Tensor:
     return final.view(-1, block_size, final.shape[-1])[:, 1:].flatten(0, 1)
 
 
-def attend_dense(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_dense(mask: Tensor, q: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
     """Attend under a dense mask given first, so that `partial` makes an `Attend` of it."""
+    k, v = (torch.cat(pair, 1) for pair in zip(context, block, strict=True))
     return sdpa(q, k, v, mask)
-
-
-def _attend_flex(tables: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    out = flex_attention(
-        q[None], k[None], v[None], block_mask=tables, enable_gqa=True, kernel_options=FLEX_OPTIONS
-    )
-    return out[0]
