@@ -76,6 +76,7 @@ def make_row(
         loss_mask=loss_mask.to(torch.uint8),
         aux_hidden_states=torch.randn(num_tokens, width, generator=generator),
         draw=torch.tensor(draw),
+        last_hidden_states_normed=torch.randn(num_tokens, spec.hidden_size, generator=generator),
     )
 
 

@@ -18,7 +18,7 @@ from common.drafters.dflash.attention import (
     make_layout,
 )
 from common.drafters.dflash.config import DrafterSpec
-from common.drafters.dflash.loss import Supervision, supervise, weighted_cross_entropy
+from common.drafters.dflash.loss import Supervision, head_loss, supervise
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import (
     DFlashObjective,
@@ -70,12 +70,12 @@ def loss_of(
         block_positions(row.position_ids[anchors], BLOCK_SIZE), objective._attends(layout),
     )  # fmt: skip
     final.retain_grad()
-    labels, weights, _ = supervision_of(row, spec)
-    loss, _, _ = weighted_cross_entropy(
-        draft_rows(final, BLOCK_SIZE), head, labels[:num_blocks].flatten(),
-        weights[:num_blocks].flatten(), 5,
+    labels, weights, is_supervised = (part[:num_blocks] for part in supervision_of(row, spec))
+    losses, _, _ = head_loss(
+        draft_rows(final, BLOCK_SIZE), head, labels.flatten(), is_supervised.flatten(),
+        None, None, "cross_entropy", 5,
     )  # fmt: skip
-    return loss, final
+    return (losses * weights.flatten()).sum(), final
 
 
 @pytest.fixture

@@ -1,97 +1,152 @@
-"""The chunked loss against autograd in float64, and supervision that stops at the first gap."""
+"""The chunked losses against autograd in float64, and supervision that stops at the first gap."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from common.drafters.dflash.loss import supervise, weighted_cross_entropy
+from common.drafters.dflash.loss import dpace_weights, head_loss, predicting_tokens, supervise
 
-NUM_ROWS, WIDTH, VOCAB = 45, 24, 61
+NUM_ROWS, NUM_TOKENS, WIDTH, VOCAB = 45, 20, 24, 61
+KINDS = ("cross_entropy", "kl", "total_variation", "lk")
 
 
 def inputs(
-    seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden rows, head, labels and weights, a third of which are zero."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(NUM_ROWS, WIDTH, generator=generator).to(dtype)
-    head = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype)
-    labels = torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator)
-    weights = torch.rand(NUM_ROWS, generator=generator)
-    weights[torch.rand(NUM_ROWS, generator=generator) < 0.33] = 0
-    return hidden, head, labels, weights
+    kind: str = "cross_entropy", dtype: torch.dtype = torch.float32, scale: float = 0.3
+) -> dict[str, Tensor | None]:
+    """Return the op's tensors; a third of the rows are not used."""
+    generator = torch.Generator().manual_seed(0)
+    needs_target = kind != "cross_entropy"
+    target = (torch.randn(NUM_TOKENS, WIDTH, generator=generator) * scale).to(dtype)
+    return {
+        "hidden": (torch.randn(NUM_ROWS, WIDTH, generator=generator) * scale).to(dtype),
+        "head": torch.randn(VOCAB, WIDTH, generator=generator).to(dtype),
+        "labels": torch.randint(0, VOCAB, (NUM_ROWS,), generator=generator),
+        "is_used": torch.rand(NUM_ROWS, generator=generator) > 0.33,
+        "target_hidden": target if needs_target else None,
+        "target_tokens": (
+            torch.randint(0, NUM_TOKENS, (NUM_ROWS,), generator=generator) if needs_target else None
+        ),
+    }
 
 
-def reference(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, argmax == label and gradient by autograd in float64."""
-    rows = hidden.double().requires_grad_()
-    logits = rows @ head.double().T
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    loss = (losses * weights.double()).sum()
-    loss.backward()
-    return loss.detach(), logits.argmax(-1) == labels, rows.grad
+def reference_losses(given: dict[str, Tensor | None], kind: str, hidden: Tensor) -> Tensor:
+    """Return each row's loss in float64, differentiable; zero where a row is not used."""
+    head = given["head"].double()
+    log_q = (hidden @ head.T).log_softmax(-1)
+    if kind == "cross_entropy":
+        losses = -log_q.gather(1, given["labels"][:, None])[:, 0]
+    else:
+        target = given["target_hidden"].double()[given["target_tokens"]]
+        p, q = (target @ head.T).softmax(-1), log_q.exp()
+        divergence = torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
+        distance = 0.5 * (p - q).abs().sum(-1)
+        share = torch.exp(-3.0 * torch.minimum(p, q).sum(-1)).detach()
+        share = {"kl": torch.ones(()), "total_variation": torch.zeros(()), "lk": share}[kind]
+        losses = share * divergence + (1 - share) * distance
+    return torch.where(given["is_used"], losses, 0.0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_rows", [1, 7, 15, 45, 1000])
-def test_loss_and_gradient_equal_autograd_in_float64(chunk_rows: int) -> None:
-    hidden, head, labels, weights = inputs()
-    hidden.requires_grad_()
-    loss, is_correct, _ = weighted_cross_entropy(hidden, head, labels, weights, chunk_rows)
-    (3.0 * loss).backward()
-    expected_loss, expected_correct, expected_gradient = reference(
-        hidden.detach(), head, labels, weights
-    )
-    torch.testing.assert_close(loss.detach().double(), expected_loss, rtol=1e-6, atol=1e-6)
-    assert torch.equal(is_correct, expected_correct)
-    torch.testing.assert_close(hidden.grad.double(), 3.0 * expected_gradient, rtol=1e-5, atol=1e-5)
+def test_loss_and_gradient_equal_autograd_in_float64(kind: str, chunk_rows: int) -> None:
+    given, weights = inputs(kind), torch.rand(NUM_ROWS)
+    given["hidden"].requires_grad_()
+    losses, is_correct, _ = head_loss(**given, kind=kind, chunk_rows=chunk_rows)
+    (losses * weights).sum().backward()
+    hidden = given["hidden"].detach().double().requires_grad_()
+    expected = reference_losses(given, kind, hidden)
+    (expected * weights.double()).sum().backward()
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given["hidden"].grad.double(), hidden.grad, rtol=1e-4, atol=1e-6)
+    best = (given["hidden"] @ given["head"].T).argmax(-1)
+    assert torch.equal(is_correct, (best == given["labels"]) & given["is_used"])
 
 
-def test_bfloat16_rows_keep_a_float32_loss() -> None:
-    hidden, head, labels, weights = inputs(dtype=torch.bfloat16)
-    loss, _, gradient = weighted_cross_entropy(hidden, head, labels, weights, 16)
-    expected_loss, _, expected_gradient = reference(hidden, head, labels, weights)
-    assert loss.dtype == torch.float32
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_rows_keep_a_float32_loss(kind: str) -> None:
+    given = inputs(kind, torch.bfloat16)
+    losses, _, gradient = head_loss(**given, kind=kind, chunk_rows=16)
+    hidden = given["hidden"].double().requires_grad_()
+    expected = reference_losses(given, kind, hidden)
+    expected.sum().backward()
+    assert losses.dtype == torch.float32
     assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(loss.double(), expected_loss, rtol=0.02, atol=0.02)
-    error = (gradient.double() - expected_gradient).norm() / expected_gradient.norm()
+    torch.testing.assert_close(losses.double(), expected, rtol=0.02, atol=0.02)
+    error = (gradient.double() - hidden.grad).norm() / hidden.grad.norm()
     assert error < 0.02
 
 
-def test_rows_without_weight_have_no_gradient() -> None:
-    hidden, head, labels, weights = inputs()
-    _, _, gradient = weighted_cross_entropy(hidden, head, labels, weights, 8)
-    has_gradient = gradient.abs().amax(-1) > 0
-    assert torch.equal(has_gradient, weights > 0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_not_used_count_nothing_even_where_they_are_nan(kind: str) -> None:
+    given = inputs(kind)
+    given["hidden"][~given["is_used"]] = float("nan")
+    losses, is_correct, gradient = head_loss(**given, kind=kind, chunk_rows=8)
+    assert torch.equal(gradient.abs().amax(-1) > 0, given["is_used"])
+    assert torch.equal(losses > 0, given["is_used"])
+    assert not is_correct[~given["is_used"]].any()
 
 
-def test_zero_weights_give_zero_loss_and_zero_gradient() -> None:
-    hidden, head, labels, weights = inputs()
-    loss, _, gradient = weighted_cross_entropy(hidden, head, labels, torch.zeros_like(weights), 8)
-    assert loss == 0
-    assert not gradient.any()
-
-
-def test_huge_logits_stay_finite() -> None:
-    hidden, head, labels, weights = inputs()
-    loss, _, gradient = weighted_cross_entropy(hidden * 1e4, head, labels, weights, 8)
-    assert torch.isfinite(loss)
+@pytest.mark.parametrize("kind", KINDS)
+def test_huge_logits_stay_finite(kind: str) -> None:
+    losses, _, gradient = head_loss(**inputs(kind, scale=1e4), kind=kind, chunk_rows=8)
+    assert torch.isfinite(losses).all()
     assert torch.isfinite(gradient).all()
 
 
-def test_arguments_are_left_alone() -> None:
-    values = inputs()
-    copies = [value.clone() for value in values]
-    weighted_cross_entropy(*values, 8)
-    assert all(torch.equal(a, b) for a, b in zip(values, copies, strict=True))
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(kind: str) -> None:
+    given = inputs(kind)
+    given["hidden"] = given["target_hidden"][given["target_tokens"]]
+    losses, _, gradient = head_loss(**given, kind=kind, chunk_rows=8)
+    torch.testing.assert_close(losses, torch.zeros(NUM_ROWS), atol=1e-5, rtol=0)
+    assert gradient.abs().max() < 1e-5
 
 
-def test_op_holds_what_the_compiler_needs_of_it() -> None:
-    hidden, head, labels, weights = inputs()
-    torch.library.opcheck(
-        weighted_cross_entropy, (hidden.requires_grad_(), head, labels, weights, 16)
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_are_left_alone(kind: str) -> None:
+    given = inputs(kind)
+    copies = {name: value.clone() for name, value in given.items() if value is not None}
+    head_loss(**given, kind=kind, chunk_rows=8)
+    assert all(torch.equal(given[name], value) for name, value in copies.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_op_holds_what_the_compiler_needs_of_it(kind: str) -> None:
+    given = inputs(kind)
+    given["hidden"].requires_grad_()
+    torch.library.opcheck(head_loss, (*given.values(), kind, 16))
+
+
+def test_a_loss_against_the_target_without_the_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="'kl' got no hidden states of the target"):
+        head_loss(**inputs(), kind="kl", chunk_rows=8)
+
+
+def test_the_target_predicts_slot_k_at_anchor_plus_k_minus_1() -> None:
+    got = predicting_tokens(torch.tensor([3, 18]), num_slots=3, num_tokens=20)
+    assert got.tolist() == [3, 4, 5, 18, 19, 19]
+
+
+def dpace_of(confidence: float, num_supervised: int, num_slots: int = 15) -> Tensor:
+    losses = torch.full((1, num_slots), -torch.tensor(confidence).log().item())
+    return dpace_weights(losses, torch.arange(num_slots)[None] < num_supervised)[0]
+
+
+def test_dpace_weighs_a_slot_by_what_is_reached_from_it() -> None:
+    # At confidence 0.8 a slot counts 0.9: w_1 = 0.9 + 0.9^2 + ... + 0.9^15.
+    weights = dpace_of(0.8, 15)
+    expected = [sum(0.9**m for m in range(k, 16)) for k in range(1, 16)]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    torch.testing.assert_close(dpace_of(0.05, 15)[:4], torch.tensor([1.105, 0.580, 0.305, 0.160]),
+                               atol=1e-3, rtol=0)  # fmt: skip
+
+
+def test_dpace_ends_with_the_supervision_of_its_block() -> None:
+    weights = dpace_of(0.8, 2)
+    torch.testing.assert_close(weights[:2], torch.tensor([0.9 + 0.81, 0.81]))
+    assert not weights[2:].any()
+    assert not dpace_of(0.8, 0).any()
 
 
 # Supervision: two documents (0..9, 10..15), padding from 16. Token t is 100 + t.

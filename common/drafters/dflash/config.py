@@ -12,6 +12,14 @@ from common.errors import ConfigError
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
+LossName = Literal["cross_entropy", "dpace", "kl", "total_variation", "lk"]
+_LOSSES_AGAINST_TARGET = ("kl", "total_variation", "lk")
+
+
+def needs_target(loss: LossName) -> bool:
+    """Whether a loss compares with the target's distribution, which it needs in each row."""
+    return loss in _LOSSES_AGAINST_TARGET
+
 
 class DrafterTable(Table):
     """[drafter]: shape, start and objective of the drafter."""
@@ -24,8 +32,12 @@ class DrafterTable(Table):
     """S: slots of a block, the anchor's included."""
     num_anchors: int = Field(default=512, ge=1)
     """A: anchors drawn from each row."""
+    loss: LossName = "cross_entropy"
+    """What a slot is trained on: `cross_entropy` with the text; `dpace`, the same, weighted by the
+    drafter's own confidence; `kl`, `total_variation` or `lk` (a mixture of these two) to the target's
+    distribution, for which rows must carry it: target.last_hidden_states_normed."""
     loss_decay_gamma: float = Field(default=7.0, ge=0)
-    """Slot k weighs exp(-(k - 1) / gamma); 0 weighs all slots alike."""
+    """Slot k weighs exp(-(k - 1) / gamma); 0 weighs all slots alike. `dpace` has weights of its own."""
     init: Literal["random", "target_layers"] = "random"
     """Initial weights: random, or the target's last layers, final norm and last feature."""
     intermediate_size: int = Field(default=0, ge=0)

@@ -1,15 +1,23 @@
-"""Labels, weights, and the chunked cross-entropy through the frozen head.
+"""Labels, weights, and the losses of draft slots through the frozen head.
 
-The op forms the gradient of its hidden rows in its forward: the head is frozen, so two products a
-chunk are all there is, nothing is recomputed, and no logits outlive their chunk.
+    loss = sum of weight * loss of a slot; the caller divides by the sum of weights, after reductions
 
-A anchors, S slots, R = A * (S - 1) supervised rows, H hidden, V vocabulary.
+The op forms the gradient of each hidden row in its forward: the head is frozen, so two products a
+chunk (a third for the target's logits) are all there is, nothing is recomputed, and no logits outlive
+their chunk. Rows come out unweighted, and the backward scales each by what its loss counts: weights may
+depend on the losses, as D-PACE's do.
+
+A anchors, S slots, R = A * (S - 1) draft rows, H hidden, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from common.drafters.dflash.row_losses import RowLoss, against_target, cross_entropy
+
+_DPACE_ALPHA = 0.5
 
 
 class Supervision(NamedTuple):
@@ -43,54 +51,105 @@ def supervise(
     return Supervision(token_ids[where].to(torch.int64), is_supervised * decay, is_supervised)
 
 
-@torch.library.custom_op("ringdraft::weighted_cross_entropy", mutates_args=())
-def weighted_cross_entropy(
+def predicting_tokens(anchors: Tensor, num_slots: int, num_tokens: int) -> Tensor:
+    """Return [A * num_slots] where in the row the target predicts the label of each draft slot.
+
+    The target's state at a token predicts the next one: slot k's is at anchor + k - 1.
+    """
+    offsets = torch.arange(num_slots, device=anchors.device)
+    return (anchors[:, None] + offsets).clamp_max(num_tokens - 1).flatten()
+
+
+def dpace_weights(losses: Tensor, is_supervised: Tensor) -> Tensor:
+    """Return weights [A, S-1] float32 from each slot's cross-entropy, by D-PACE (arXiv 2605.18810).
+
+    With c_k = (1 - alpha) exp(-loss_k) + alpha and alpha = 1/2, a slot weighs the products
+    c_1 ... c_m of every supervised m >= k: what it is worth to get this far, and go on. Slots
+    without supervision count as 1 in the products and add nothing.
+    """
+    confidence = (1 - _DPACE_ALPHA) * torch.exp(-losses) + _DPACE_ALPHA
+    reached = torch.where(is_supervised, confidence, 1.0).cumprod(-1) * is_supervised
+    return reached.flip(-1).cumsum(-1).flip(-1) * is_supervised
+
+
+@torch.library.custom_op("ringdraft::head_loss", mutates_args=())
+def head_loss(
     hidden: Tensor,  # [R, H]
     head: Tensor,  # [V, H]
     labels: Tensor,  # [R] int64
-    weights: Tensor,  # [R] float32
+    is_used: Tensor,  # [R] bool
+    target_hidden: Tensor | None,  # [T, H], the target's last hidden states, normed
+    target_tokens: Tensor | None,  # [R] int64, which of them predicts the label
+    kind: str,  # a RowLoss; all but cross-entropy need the target's
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sum of w * CE (0-dim), whether argmax is the label [R] bool, d(sum)/d(hidden) [R, H].
+    """Return losses [R] float32, whether argmax is the label [R] bool, d(loss)/d(hidden) [R, H].
 
-    A row of weight 0 is not looked at: its argmax is not the label.
+    A row that is not used is not looked at: loss and gradient are 0, its argmax is not the label.
     """
+    needs_target = kind != "cross_entropy"
+    if needs_target and (target_hidden is None or target_tokens is None):
+        raise ValueError(f"loss {kind!r} got no hidden states of the target")
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     is_correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     gradient = torch.empty_like(hidden)
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, min(start + chunk_rows, len(hidden)))
-        logits = hidden[rows] @ head.T
-        slope = _cross_entropy(logits, labels[rows], weights[rows], losses[rows], is_correct[rows])
-        torch.mm(slope, head, out=gradient[rows])
-    return losses.sum(), is_correct, gradient
+        logits, target_logits = hidden[rows] @ head.T, None
+        if needs_target:
+            target_logits = target_hidden[target_tokens[rows]] @ head.T
+        results = losses[rows], is_correct[rows]
+        slopes = _slopes(
+            logits, target_logits, labels[rows], is_used[rows], cast(RowLoss, kind), *results
+        )
+        torch.mm(slopes, head, out=gradient[rows])
+    return losses, is_correct, gradient
 
 
-def _cross_entropy(
-    logits: Tensor, labels: Tensor, weights: Tensor, losses: Tensor, is_correct: Tensor
+def _slopes(
+    logits: Tensor,
+    target_logits: Tensor | None,
+    labels: Tensor,
+    is_used: Tensor,
+    kind: RowLoss,
+    losses: Tensor,
+    is_correct: Tensor,
 ) -> Tensor:
-    """Fill losses and is_correct of some rows; return d(sum of losses)/d(logits)."""
+    """Fill losses and is_correct of some rows; return d(losses)/d(logits), maybe in their place."""
     if logits.is_cuda:
-        from common.drafters.dflash.loss_kernels import cross_entropy_in_place
+        from common.drafters.dflash import loss_kernels
 
-        cross_entropy_in_place(logits, labels, weights, losses, is_correct)
+        if target_logits is None:
+            loss_kernels.cross_entropy_in_place(logits, labels, is_used, losses, is_correct)
+        else:
+            loss_kernels.against_target_in_place(
+                logits, target_logits, labels, is_used, losses, is_correct, kind
+            )
         return logits
-    wide, label, weight = logits.float(), labels[:, None], weights[:, None]
-    is_correct.copy_((wide.argmax(-1) == labels) & (weights != 0))
-    log_normaliser = wide.logsumexp(-1, keepdim=True)
-    losses.copy_((weight * (log_normaliser - wide.gather(1, label)))[:, 0])
-    slope = wide.sub_(log_normaliser).exp_().mul_(weight)
-    return slope.scatter_add_(1, label, -weight).to(logits.dtype)
+    is_correct.copy_((logits.argmax(-1) == labels) & is_used)
+    if target_logits is None:
+        found, slopes = cross_entropy(logits, labels)
+    else:
+        found, slopes = against_target(logits, target_logits, kind)
+    losses.copy_(torch.where(is_used, found, 0.0))
+    return torch.where(is_used[:, None], slopes, 0.0).to(logits.dtype)
 
 
-@weighted_cross_entropy.register_fake
+@head_loss.register_fake
 def _(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunk_rows: int
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    is_used: Tensor,
+    target_hidden: Tensor | None,
+    target_tokens: Tensor | None,
+    kind: str,
+    chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del head, weights, chunk_rows
+    del head, labels, target_hidden, target_tokens, kind, chunk_rows
     return (
-        hidden.new_empty((), dtype=torch.float32),
-        labels.new_empty(labels.shape, dtype=torch.bool),
+        hidden.new_empty(len(hidden), dtype=torch.float32),
+        torch.empty_like(is_used),
         torch.empty_like(hidden),
     )
 
@@ -101,10 +160,11 @@ def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
 
 
 def _scale_gradient(
-    ctx: torch.autograd.function.FunctionCtx, on_total: Tensor, *_others: Tensor | None
-) -> tuple[Tensor, None, None, None, None]:
+    ctx: torch.autograd.function.FunctionCtx, on_losses: Tensor, *_others: Tensor | None
+) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return gradient * on_total.to(gradient.dtype), None, None, None, None
+    scaled = (gradient * on_losses[:, None]).to(gradient.dtype)
+    return scaled, *(None,) * 7
 
 
-weighted_cross_entropy.register_autograd(_scale_gradient, setup_context=_keep_gradient)
+head_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

@@ -1,7 +1,7 @@
-"""The Triton kernel behind `loss.weighted_cross_entropy`; import it there alone.
+"""The Triton kernels behind `loss.head_loss`; import them there alone. Formulas: `row_losses`.
 
-A program a row, over its logits twice: once for the largest and the normaliser, once to put the
-slope where the logits were. Every sum is in float32.
+A program a row: over its logits for the largest and the normaliser, once more for sums that need
+these, and a last time to put the slopes where the logits were. Every sum is in float32.
 """
 
 import torch
@@ -9,32 +9,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.drafters.dflash.row_losses import LK_ETA, RowLoss
+
 _BLOCK = 2048
 _NUM_WARPS = 4
+_KINDS = {"kl": 0, "total_variation": 1, "lk": 2}
 
 
 def cross_entropy_in_place(
-    logits: Tensor,  # [R, V]; on return w * d(CE)/d(logits)
+    logits: Tensor,  # [R, V]; on return d(CE)/d(logits)
     labels: Tensor,  # [R] int64
-    weights: Tensor,  # [R] float32
-    losses: Tensor,  # [R] float32; on return w * CE
-    is_correct: Tensor,  # [R] bool; on return argmax == label, False where w is 0
+    is_used: Tensor,  # [R] bool; other rows get zeros
+    losses: Tensor,  # [R] float32; on return CE
+    is_correct: Tensor,  # [R] bool; on return argmax == label
 ) -> None:
     """Launch on the current stream of the tensors' device."""
     rows, vocab = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
     with torch.cuda.device(logits.device):
         _cross_entropy[(rows,)](
-            logits, labels, weights, losses, is_correct, vocab, logits.stride(0),
-            BLOCK=block, num_warps=_NUM_WARPS,
+            logits, labels, is_used, losses, is_correct, vocab, logits.stride(0),
+            BLOCK=_block(vocab), num_warps=_NUM_WARPS,
         )  # fmt: skip
+
+
+def against_target_in_place(
+    logits: Tensor,  # [R, V]; on return d(loss)/d(logits)
+    target_logits: Tensor,  # [R, V]
+    labels: Tensor,  # [R] int64
+    is_used: Tensor,  # [R] bool; other rows get zeros
+    losses: Tensor,  # [R] float32; on return the loss
+    is_correct: Tensor,  # [R] bool; on return argmax == label
+    kind: RowLoss,  # all but cross-entropy
+) -> None:
+    """Launch on the current stream of the tensors' device."""
+    rows, vocab = logits.shape
+    with torch.cuda.device(logits.device):
+        _against_target[(rows,)](
+            logits, target_logits, labels, is_used, losses, is_correct, vocab,
+            logits.stride(0), target_logits.stride(0), LK_ETA,
+            KIND=_KINDS[kind], BLOCK=_block(vocab), num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+
+def _block(vocab: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(vocab))
 
 
 @triton.jit
 def _cross_entropy(
     logits_ptr,
     labels_ptr,
-    weights_ptr,
+    is_used_ptr,
     losses_ptr,
     is_correct_ptr,
     vocab,
@@ -43,30 +68,97 @@ def _cross_entropy(
 ):
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
-    label, weight = tl.load(labels_ptr + row), tl.load(weights_ptr + row)
-    if weight == 0.0:
-        for at in range(0, vocab, BLOCK):
-            column = at + tl.arange(0, BLOCK)
-            tl.store(base + column, tl.zeros([BLOCK], base.dtype.element_ty), mask=column < vocab)
-        tl.store(losses_ptr + row, 0.0)
-        tl.store(is_correct_ptr + row, False)
-    else:
+    if tl.load(is_used_ptr + row):
+        label = tl.load(labels_ptr + row)
         chosen = tl.load(base + label).to(tl.float32)
-        best, total = -float("inf"), 0.0
-        for at in range(0, vocab, BLOCK):
-            column = at + tl.arange(0, BLOCK)
-            x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-            new_best = tl.maximum(best, tl.max(x, 0))
-            total = total * tl.exp(best - new_best) + tl.sum(tl.exp(x - new_best), 0)
-            best = new_best
-        log_normaliser = best + tl.log(total)
+        best, log_normaliser = _normaliser(base, vocab, BLOCK)
         first_best = vocab
         for at in range(0, vocab, BLOCK):
             column = at + tl.arange(0, BLOCK)
             x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
             first_best = tl.minimum(first_best, tl.min(tl.where(x == best, column, vocab), 0))
             slope = tl.exp(x - log_normaliser) - tl.where(column == label, 1.0, 0.0)
-            slope = (slope * weight).to(base.dtype.element_ty)
-            tl.store(base + column, slope, mask=column < vocab)
-        tl.store(losses_ptr + row, weight * (log_normaliser - chosen))
+            tl.store(base + column, slope.to(base.dtype.element_ty), mask=column < vocab)
+        tl.store(losses_ptr + row, log_normaliser - chosen)
         tl.store(is_correct_ptr + row, first_best == label)
+    else:
+        _clear(base, losses_ptr + row, is_correct_ptr + row, vocab, BLOCK)
+
+
+@triton.jit
+def _against_target(
+    logits_ptr,
+    target_ptr,
+    labels_ptr,
+    is_used_ptr,
+    losses_ptr,
+    is_correct_ptr,
+    vocab,
+    stride,
+    target_stride,
+    eta,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    base = logits_ptr + row.to(tl.int64) * stride
+    target = target_ptr + row.to(tl.int64) * target_stride
+    if tl.load(is_used_ptr + row):
+        best, draft_normaliser = _normaliser(base, vocab, BLOCK)
+        _, target_normaliser = _normaliser(target, vocab, BLOCK)
+        first_best, divergence, acceptance, tilt = vocab, 0.0, 0.0, 0.0
+        for at in range(0, vocab, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            inside = column < vocab
+            x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            y = tl.load(target + column, mask=inside, other=-float("inf")).to(tl.float32)
+            first_best = tl.minimum(first_best, tl.min(tl.where(x == best, column, vocab), 0))
+            log_q, log_p = x - draft_normaliser, y - target_normaliser
+            q, p = tl.exp(log_q), tl.exp(log_p)
+            divergence += tl.sum(tl.where(inside, p * (log_p - log_q), 0.0), 0)
+            acceptance += tl.sum(tl.minimum(p, q), 0)
+            tilt += tl.sum(q * _side(q, p), 0)
+        if KIND == 2:
+            share = tl.exp(-eta * acceptance)
+        else:
+            share = 1.0 - KIND
+        for at in range(0, vocab, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            inside = column < vocab
+            x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            y = tl.load(target + column, mask=inside, other=-float("inf")).to(tl.float32)
+            q, p = tl.exp(x - draft_normaliser), tl.exp(y - target_normaliser)
+            slope = share * (q - p) + (1.0 - share) * q * (_side(q, p) - tilt)
+            tl.store(base + column, slope.to(base.dtype.element_ty), mask=inside)
+        tl.store(losses_ptr + row, share * divergence + (1.0 - share) * (1.0 - acceptance))
+        tl.store(is_correct_ptr + row, first_best == tl.load(labels_ptr + row))
+    else:
+        _clear(base, losses_ptr + row, is_correct_ptr + row, vocab, BLOCK)
+
+
+@triton.jit
+def _normaliser(base, vocab, BLOCK: tl.constexpr):
+    """Return the largest of a row and the logarithm of its sum of exponentials."""
+    best, total = -float("inf"), 0.0
+    for at in range(0, vocab, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+        new_best = tl.maximum(best, tl.max(x, 0))
+        total = total * tl.exp(best - new_best) + tl.sum(tl.exp(x - new_best), 0)
+        best = new_best
+    return best, best + tl.log(total)
+
+
+@triton.jit
+def _side(q, p):
+    """Return half the sign of q - p."""
+    return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
+
+
+@triton.jit
+def _clear(base, loss_ptr, is_correct_ptr, vocab, BLOCK: tl.constexpr):
+    for at in range(0, vocab, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        tl.store(base + column, tl.zeros([BLOCK], base.dtype.element_ty), mask=column < vocab)
+    tl.store(loss_ptr, 0.0)
+    tl.store(is_correct_ptr, False)

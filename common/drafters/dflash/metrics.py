@@ -13,7 +13,7 @@ NUM_SCALARS = 4
 
 
 def pack_sums(
-    loss: Tensor,  # [] float32, sum of weighted CE
+    loss: Tensor,  # [] float32, sum of weighted losses
     weights: Tensor,  # [A, S-1] float32
     is_correct: Tensor,  # [A, S-1] bool
     is_supervised: Tensor,  # [A, S-1] bool
@@ -32,7 +32,7 @@ class StepFigures:
     """Ratios of packed sums, after all reductions."""
 
     loss: float
-    """Token-weighted mean cross-entropy, nats."""
+    """Weighted mean of the slots' loss: nats, but for total variation."""
     acceptance_rate_at: tuple[float, ...]
     """Teacher-forced accuracy of each draft slot; a rate of its own, not of decoding."""
     accepted_prefix_length: float

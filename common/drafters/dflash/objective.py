@@ -20,8 +20,14 @@ from common.drafters.dflash.attention import (
     sdpa,
 )
 from common.drafters.dflash.block_attention import attend_blocks
-from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
-from common.drafters.dflash.loss import supervise, weighted_cross_entropy
+from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec, LossName, needs_target
+from common.drafters.dflash.loss import (
+    Supervision,
+    dpace_weights,
+    head_loss,
+    predicting_tokens,
+    supervise,
+)
 from common.drafters.dflash.metrics import pack_sums
 from common.drafters.dflash.model import Attend, DFlashDrafter, KeysValues
 
@@ -37,10 +43,11 @@ class StagedRow(NamedTuple):
     loss_mask: Tensor  # [T] uint8
     aux_hidden_states: Tensor  # [T, L*H], the network's dtype
     draw: Tensor  # [3] int64: seed, sequence, visit
+    last_hidden_states_normed: Tensor | None = None  # [T, H], for losses against the target
 
 
 class DFlashObjective(nn.Module):
-    """Weighted cross-entropy of a row's blocks, as a sum; divide by the weights after reductions."""
+    """Weighted loss of a row's blocks, as a sum; divide by the weights after reductions."""
 
     windows: Tensor
     causal: Tensor
@@ -56,6 +63,7 @@ class DFlashObjective(nn.Module):
         max_documents: int,
         loss_chunk_rows: int,
         backend: AttentionBackend,
+        loss: LossName = "cross_entropy",
     ) -> None:
         super().__init__()
         spec = drafter.spec
@@ -66,6 +74,7 @@ class DFlashObjective(nn.Module):
         self.max_documents = max_documents
         self.loss_chunk_rows = loss_chunk_rows
         self.backend = backend
+        self.loss = loss
         self.layer_kinds = [int(kind == SLIDING_ATTENTION) for kind in spec.layer_types]
         windows = torch.tensor([UNBOUNDED_WINDOW, spec.sliding_window or 1], dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
@@ -89,16 +98,30 @@ class DFlashObjective(nn.Module):
         supervision = supervise(
             row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
         )
-        loss, is_correct, _ = weighted_cross_entropy(
-            draft_rows(final, spec.block_size),
+        losses, is_correct = self._losses(final, row, anchors, supervision)
+        weights = supervision.weights
+        if self.loss == "dpace":
+            weights = dpace_weights(losses.detach(), supervision.is_supervised)
+        loss = (weights * losses).sum()
+        return loss, pack_sums(loss, weights, is_correct, supervision.is_supervised)
+
+    def _losses(
+        self, final: Tensor, row: StagedRow, anchors: Tensor, supervision: Supervision
+    ) -> tuple[Tensor, Tensor]:
+        """Return each slot's loss and whether its draft is right, [A, S-1] both."""
+        against_target = needs_target(self.loss)
+        num_slots = self.drafter.spec.num_draft_tokens
+        losses, is_correct, _ = head_loss(
+            draft_rows(final, self.drafter.spec.block_size),
             self.head,
             supervision.labels.flatten(),
-            supervision.weights.flatten(),
+            supervision.is_supervised.flatten(),
+            row.last_hidden_states_normed if against_target else None,
+            predicting_tokens(anchors, num_slots, len(row.token_ids)) if against_target else None,
+            self.loss if against_target else "cross_entropy",
             self.loss_chunk_rows,
         )
-        is_correct = is_correct.view(supervision.labels.shape)
-        sums = pack_sums(loss, supervision.weights, is_correct, supervision.is_supervised)
-        return loss, sums
+        return losses.view(-1, num_slots), is_correct.view(-1, num_slots)
 
     def _attends(self, layout: BlockLayout) -> list[Attend]:
         kinds = {kind: self._attend(layout, kind) for kind in sorted(set(self.layer_kinds))}
