@@ -82,7 +82,7 @@ def make_schema(slot_mib: int) -> RowSchema:
         hidden_size=HIDDEN_SIZE,
         target_layer_ids=tuple(range(NUM_AUX_LAYERS)),
         aux_dtype="bfloat16",
-        has_last_hidden_states=False,
+        has_last_hidden_states_normed=False,
         target_fingerprint="benchmark",
         template_fingerprint="benchmark",
         feature_engine="benchmark",

@@ -38,7 +38,7 @@ def make_schema() -> RowSchema:
         hidden_size=8,
         target_layer_ids=(0,),
         aux_dtype="bfloat16",
-        has_last_hidden_states=False,
+        has_last_hidden_states_normed=False,
         target_fingerprint="benchmark",
         template_fingerprint="benchmark",
         feature_engine="benchmark",

@@ -77,24 +77,30 @@ class RowBuffers:
     position_ids: Tensor  # [T] int32
     loss_mask: Tensor  # [T] uint8
     aux_hidden_states: Tensor  # [T, L*H]
+    last_hidden_states_normed: Tensor | None = None  # [T, H], where rows carry them
 
     @classmethod
     def allocate(cls, schema: RowSchema, device: torch.device, dtype: torch.dtype) -> "RowBuffers":
         """Allocate buffers for rows of a schema; features in `dtype`."""
-        tokens = schema.row_tokens
-        width = len(schema.target_layer_ids) * schema.hidden_size
+        tokens, hidden = schema.row_tokens, schema.hidden_size
+        width = len(schema.target_layer_ids) * hidden
+        last = None
+        if schema.has_last_hidden_states_normed:
+            last = torch.zeros(tokens, hidden, dtype=dtype, device=device)
         return cls(
             token_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
             document_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
             position_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
             loss_mask=torch.zeros(tokens, dtype=torch.uint8, device=device),
             aux_hidden_states=torch.zeros(tokens, width, dtype=dtype, device=device),
+            last_hidden_states_normed=last,
         )
 
     def copy_from(self, other: "RowBuffers") -> None:
         """Copy another set of buffers in, on the current stream."""
         for name, tensor in vars(self).items():
-            tensor.copy_(getattr(other, name), non_blocking=True)
+            if tensor is not None:
+                tensor.copy_(getattr(other, name), non_blocking=True)
 
 
 class StagingBuffers:
@@ -105,6 +111,7 @@ class StagingBuffers:
         self._layout = layout
         self._payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8, device=device)
         tokens = layout.fields["token_ids"]
+        last = "last_hidden_states_normed"
         on_cuda = device.type == "cuda"
         self._proof = torch.zeros(
             PAGE_BYTES + tokens.num_bytes, dtype=torch.uint8, pin_memory=on_cuda
@@ -115,6 +122,9 @@ class StagingBuffers:
             position_ids=self._field("position_ids"),
             loss_mask=self._field("loss_mask"),
             aux_hidden_states=self._field("aux_hidden_states").to(dtype),
+            last_hidden_states_normed=(
+                self._field(last).to(dtype) if last in layout.fields else None
+            ),
         )
 
     def copy_payload(self, memory: SlotMemory) -> None:
@@ -145,6 +155,9 @@ class StagingBuffers:
             dequantise(stored, self._field("aux_scales"), features)
         elif stored.dtype != features.dtype:
             features.copy_(stored)
+        last = self.row.last_hidden_states_normed
+        if last is not None and last.dtype != torch.bfloat16:
+            last.copy_(self._field("last_hidden_states_normed"))
 
     def _raw(self, name: str) -> Tensor:
         field = self._layout.fields[name]

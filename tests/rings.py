@@ -46,7 +46,7 @@ def make_schema(**changes: object) -> RowSchema:
         "hidden_size": 8,
         "target_layer_ids": (1, 2),
         "aux_dtype": "bfloat16",
-        "has_last_hidden_states": False,
+        "has_last_hidden_states_normed": False,
         "target_fingerprint": "target",
         "template_fingerprint": "template",
         "feature_engine": "test",

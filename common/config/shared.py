@@ -64,6 +64,9 @@ class TargetTable(Table):
     """0-based decoder layers whose output is kept; empty: `num_aux_layers` spread evenly."""
     num_aux_layers: int = Field(default=5, ge=1)
     """How many layers to keep where `target_layer_ids` is empty."""
+    last_hidden_states_normed: bool = False
+    """Whether rows also carry the target's last hidden states behind its final norm, 2 bytes times its
+    hidden size a token: a drafter.loss against the target's distribution needs them."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking; today = "2025-01-31" is the day that
     templates show which ask for it, 2025-01-01 where it is not given: rows must not change overnight."""

@@ -29,8 +29,9 @@ class RowSchema(Record):
     """0-based decoder layers whose output is kept, in this order."""
     aux_dtype: AuxDtype
     """Element type of `aux_hidden_states`."""
-    has_last_hidden_states: bool
-    """Whether rows carry the residual stream after the last layer, before the final norm."""
+    has_last_hidden_states_normed: bool
+    """Whether rows carry the residual stream after the last layer and the final norm, which the
+    target's head makes its logits of."""
     target_fingerprint: str
     """Identity of the target's weights and config."""
     template_fingerprint: str

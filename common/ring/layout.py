@@ -141,8 +141,8 @@ def _place_fields(schema: RowSchema) -> list[Field]:
     ]
     if schema.aux_dtype == "float8_e4m3fn":
         shapes.append(("aux_scales", "float32", (tokens,)))
-    if schema.has_last_hidden_states:
-        shapes.append(("last_hidden_states", "bfloat16", (tokens, width)))
+    if schema.has_last_hidden_states_normed:
+        shapes.append(("last_hidden_states_normed", "bfloat16", (tokens, width)))
     fields, offset = [], PAGE_BYTES
     for name, dtype, shape in shapes:
         num_bytes = _ELEMENT_BYTES[dtype]

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from common.float8 import dequantise, quantise
-from common.target.features import FeatureTap, decoder_of, run_packed
+from common.target.features import FeatureTap, decoder_of, run_packed, run_row
 
 _LEAST_COSINE = 0.999
 _LEAST_MARGIN = 4.0
@@ -20,6 +20,9 @@ _LEAST_MARGIN = 4.0
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 # A document feels those before it most in its first tokens.
 _FIRST_TOKENS = 16
+# Both sides of the head's check are the same product; its logits are wide, so of a few tokens.
+_HEAD_NOISE = 0.01
+_HEAD_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,19 @@ class Float8Check:
     """The layer that has it."""
     cosine: float
     """Least cosine over tokens."""
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """The target's logits against its head's product with what a tap keeps of the last layer."""
+
+    error: float
+    """Largest over tokens of the relative error."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the product alone makes the target's distribution."""
+        return self.error <= _HEAD_NOISE
 
 
 @torch.no_grad()
@@ -123,6 +139,23 @@ def check_float8(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tenso
         layer_id=tap.layer_ids[worst],
         cosine=cosine_similarity(got.float(), kept.float(), dim=-1).min().item(),
     )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor) -> HeadCheck:
+    """Compare the head's product with the last hidden states of one document [T] with the logits.
+
+    A target that scales or caps its logits, or whose head has a bias, has another distribution than
+    its head's weight makes. The tap must keep the last hidden states.
+    """
+    token_ids = token_ids[:_HEAD_TOKENS]
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    last = run_row(model, tap, token_ids, positions, is_packed=True).last_hidden_states_normed
+    made = last @ model.get_output_embeddings().weight.T
+    own = model(
+        input_ids=token_ids[None].long(), position_ids=positions[None], use_cache=False
+    ).logits[0]
+    return HeadCheck(error=_errors_by_token(made, own).max().item())
 
 
 def packing_is_isolated(

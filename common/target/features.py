@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,28 +29,32 @@ class FeatureTap:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layer_ids: tuple[int, ...], *, keep_last: bool = False
+        self, model: PreTrainedModel, layer_ids: tuple[int, ...], *, keep_last_normed: bool = False
     ) -> None:
         self.layer_ids = layer_ids
         self._layers = decoder_layers(model)
-        self._last = len(self._layers) - 1
-        if not layer_ids or max(layer_ids) > self._last:
+        if not layer_ids or max(layer_ids) >= len(self._layers):
             raise CaptureMismatchError(
                 f"cannot tap layers {list(layer_ids)} of a model with {len(self._layers)} layers: "
-                f"expected ids from 0 to {self._last}"
+                f"expected ids from 0 to {len(self._layers) - 1}"
             )
+        self.keeps_last_normed = keep_last_normed
         self._kept: dict[int, torch.Tensor] = {}
-        self._wanted = sorted({*layer_ids, *([self._last] if keep_last else [])})
-        self._highest = self._wanted[-1]
+        self._last_normed: torch.Tensor | None = None
+        self._highest = max(layer_ids)
         self._ends_pass = False
         self._hooks = self._hook()
 
     def run(self, decoder: nn.Module, **inputs: Any) -> None:
-        """Run the decoder up to the highest kept layer; layers above it are not computed."""
+        """Run the decoder up to the highest kept layer; layers above it are not computed.
+
+        Where the last hidden states are kept, run all of it: what a decoder returns has passed its
+        final norm, whose form is the family's own affair.
+        """
         self._kept.clear()
-        self._ends_pass = True
+        self._ends_pass = not self.keeps_last_normed
         try:
-            decoder(**inputs)
+            self._last_normed = decoder(**inputs)[0][0]
         except _PassEndedError:
             pass
         finally:
@@ -60,15 +64,16 @@ class FeatureTap:
         """Return the kept layers of the last run side by side: [T, L*H]."""
         return torch.cat([self._of_row(layer) for layer in self.layer_ids], dim=-1)
 
-    def last_hidden_states(self) -> torch.Tensor:
-        """Return the last layer's output before the final norm: [T, H]. Needs `keep_last`."""
-        return self._of_row(self._last)
+    def last_hidden_states_normed(self) -> torch.Tensor | None:
+        """Return the last layer's output behind the final norm [T, H], where it is kept."""
+        return self._last_normed if self.keeps_last_normed else None
 
     def close(self) -> None:
         """Take the hooks off and forget what they kept."""
         for hook in self._hooks:
             hook.remove()
         self._kept.clear()
+        self._last_normed = None
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -82,7 +87,7 @@ class FeatureTap:
     def _hook(self) -> list[RemovableHandle]:
         return [
             self._layers[layer].register_forward_hook(partial(self._keep, layer))
-            for layer in self._wanted
+            for layer in sorted(set(self.layer_ids))
         ]
 
     def __enter__(self) -> "FeatureTap":
@@ -108,6 +113,13 @@ class FeatureTap:
         self._kept[layer] = output[0] if isinstance(output, tuple) else output
         if self._ends_pass and layer == self._highest:
             raise _PassEndedError
+
+
+class RowFeatures(NamedTuple):
+    """What is kept of one row."""
+
+    aux_hidden_states: torch.Tensor  # [T, L*H]
+    last_hidden_states_normed: torch.Tensor | None  # [T, H], where the tap keeps them
 
 
 class _PassEndedError(Exception):
@@ -147,16 +159,25 @@ def run_packed(
     return tap.aux_hidden_states()
 
 
-def run_separately(
-    model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor, position_ids: torch.Tensor
-) -> torch.Tensor:  # [T, L*H]
-    """Run each document of a row by itself and pack the results.
+def run_row(
+    model: PreTrainedModel,
+    tap: FeatureTap,
+    token_ids: torch.Tensor,  # [T]
+    position_ids: torch.Tensor,  # [T], from 0 in each document
+    *,
+    is_packed: bool,
+) -> RowFeatures:
+    """Run a row in a single pass, or each document by itself, and return all that the tap keeps.
 
-    The way for targets whose layers carry state across documents (linear attention).
+    Singly is the way for targets whose layers carry state across documents (linear attention).
     """
-    starts = (position_ids == 0).nonzero().flatten().tolist()
-    parts = [
-        run_packed(model, tap, token_ids[start:stop], position_ids[start:stop])
-        for start, stop in zip(starts, [*starts[1:], len(token_ids)], strict=True)
-    ]
-    return torch.cat(parts)
+    starts = [0] if is_packed else (position_ids == 0).nonzero().flatten().tolist()
+    aux, last = [], []
+    for start, stop in zip(starts, [*starts[1:], len(token_ids)], strict=True):
+        aux.append(run_packed(model, tap, token_ids[start:stop], position_ids[start:stop]))
+        last.append(tap.last_hidden_states_normed())
+    return RowFeatures(_join(aux), _join(last) if tap.keeps_last_normed else None)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

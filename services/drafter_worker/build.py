@@ -17,7 +17,7 @@ import torch
 from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
 from common.drafters.dflash.checkpoint import load_state, read_spec
-from common.drafters.dflash.config import DrafterSpec, resolve_spec
+from common.drafters.dflash.config import DrafterSpec, needs_target, resolve_spec
 from common.drafters.dflash.initialise import init_from_target, random_init
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import DFlashObjective
@@ -126,6 +126,13 @@ def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> N
             f"drafter.num_anchors got {config.drafter.num_anchors}, expected at most the "
             f"{schema.row_tokens} tokens of a row; lower it, or raise data.row_tokens"
         )
+    loss = config.drafter.loss
+    if needs_target(loss) and not schema.has_last_hidden_states_normed:
+        raise ConfigError(
+            f"rows of the target server: got none of the target's last hidden states, which "
+            f"drafter.loss {loss!r} needs; start the target server with "
+            f"target.last_hidden_states_normed = true"
+        )
     expected = {
         "target_layer_ids": trainee.spec.target_layer_ids,
         "hidden_size": trainee.spec.hidden_size,
@@ -155,6 +162,7 @@ def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> 
         max_documents=schema.max_documents,
         loss_chunk_rows=config.drafter.loss_chunk_rows,
         backend="blocks" if on_cuda else "dense",
+        loss=config.drafter.loss,
     ).to(device)
     return Stepper(
         objective,

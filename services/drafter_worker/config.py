@@ -13,7 +13,7 @@ from common.config.shared import (
     RunTable,
     TargetTable,
 )
-from common.drafters.dflash.config import DrafterTable
+from common.drafters.dflash.config import DrafterTable, needs_target
 
 
 class OptimizerTable(Table):
@@ -81,5 +81,11 @@ class WorkerConfig(Table):
         if self.run.device == "cuda" and not self.drafter.compile and self.drafter.cuda_graphs:
             raise ValueError(
                 "drafter.cuda_graphs needs drafter.compile on CUDA; set both or neither"
+            )
+        if needs_target(self.drafter.loss) and not self.target.last_hidden_states_normed:
+            raise ValueError(
+                f"drafter.loss {self.drafter.loss!r} compares with the target's distribution, which "
+                f"rows carry with target.last_hidden_states_normed = true; set it, or drafter.loss "
+                f"to 'cross_entropy' or 'dpace'"
             )
         return self

@@ -77,7 +77,7 @@ def open_server(
     # How many rows answers will fill is not known before they are written.
     total_rows = None if kind is Prompts else trial.count_rows()
     model = load_target(config.target, run.device)
-    tap = FeatureTap(model, layer_ids)
+    tap = FeatureTap(model, layer_ids, keep_last_normed=config.target.last_hidden_states_normed)
     checks = check_target(model, tap, next(trial.rows()), is_float8=is_float8)
     for name, result in checks.results.items():
         _log.info("check %s: %s", name, result)
@@ -189,7 +189,7 @@ def make_schema(
         hidden_size=target.hidden_size,
         target_layer_ids=layer_ids,
         aux_dtype=AUX_DTYPES[config.ring.aux_dtype],
-        has_last_hidden_states=False,
+        has_last_hidden_states_normed=config.target.last_hidden_states_normed,
         target_fingerprint=target.fingerprint,
         template_fingerprint=template,
         feature_engine=f"transformers {version('transformers')} sdpa {config.target.dtype}",

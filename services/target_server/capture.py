@@ -11,7 +11,7 @@ from common.float8 import quantise
 from common.ring.layout import SlotLayout
 from common.ring.owner import WritableSlot
 from common.ring.slot_memory import SlotMemory
-from common.target.features import FeatureTap, run_packed, run_separately
+from common.target.features import FeatureTap, RowFeatures, run_row
 from common.tensors import slot_tensor
 from services.target_server.packing import PackedRow
 
@@ -23,7 +23,7 @@ class RowCopies:
     """Copies into a slot that may still be under way, and what they read from."""
 
     row: PackedRow
-    features: Tensor
+    features: RowFeatures
     is_finite: Tensor  # [] bool on the host, valid after the event
     event: torch.cuda.Event | None
 
@@ -47,7 +47,8 @@ class Capture:
     ) -> None:
         self._model = model
         self._tap = tap
-        self._run = run_packed if is_packed else run_separately
+        self._layout = layout
+        self._is_packed = is_packed
         self._device = next(model.parameters()).device
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         is_float8 = layout.schema.aux_dtype == "float8_e4m3fn"
@@ -58,23 +59,30 @@ class Capture:
         for name in _SMALL_FIELDS:
             slot.field(name)[:] = memoryview(getattr(row, name)).cast("B")
         used = row.used_tokens
-        features = self._run(
+        features = run_row(
             self._model,
             self._tap,
             torch.from_numpy(row.token_ids[:used]).to(self._device),
             torch.from_numpy(row.position_ids[:used]).to(self._device),
+            is_packed=self._is_packed,
         )
-        is_finite = torch.isfinite(features).all()
+        is_finite = torch.stack([torch.isfinite(x).all() for x in features if x is not None]).all()
         if self._stream is None:
-            self._filler.fill(slot.memory, features)
+            self._fill(slot.memory, features)
             return RowCopies(row, features, is_finite, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._filler.fill(slot.memory, features)
+            self._fill(slot.memory, features)
             told = torch.empty((), dtype=torch.bool, pin_memory=True)
             told.copy_(is_finite, non_blocking=True)
             event = self._stream.record_event(torch.cuda.Event(blocking=True))
         return RowCopies(row, features, told, event)
+
+    def _fill(self, memory: SlotMemory, features: RowFeatures) -> None:
+        self._filler.fill(memory, features.aux_hidden_states)
+        if features.last_hidden_states_normed is not None:
+            last = slot_tensor(self._layout, "last_hidden_states_normed", memory)
+            fill_with_zeros_behind(last, features.last_hidden_states_normed)
 
 
 class Bfloat16Filler:
@@ -85,10 +93,7 @@ class Bfloat16Filler:
 
     def fill(self, memory: SlotMemory, features: Tensor) -> None:
         """Write features [used, L*H], and zeros over what an older row left behind them."""
-        used = len(features)
-        aux_hidden_states = slot_tensor(self._layout, "aux_hidden_states", memory)
-        aux_hidden_states[:used].copy_(features, non_blocking=True)
-        aux_hidden_states[used:].zero_()
+        fill_with_zeros_behind(slot_tensor(self._layout, "aux_hidden_states", memory), features)
 
 
 class Float8Filler:
@@ -114,3 +119,9 @@ class Float8Filler:
         quantise(features, *self._on_gpu)
         values.copy_(self._on_gpu[0], non_blocking=True)
         scales.copy_(self._on_gpu[1], non_blocking=True)
+
+
+def fill_with_zeros_behind(field: Tensor, values: Tensor) -> None:
+    """Write values [used, w] into a slot's field [T, w], and zeros over what an older row left."""
+    field[: len(values)].copy_(values, non_blocking=True)
+    field[len(values) :].zero_()

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.errors import CaptureMismatchError
-from common.target.checks import check_features, check_float8, check_isolation
+from common.target.checks import check_features, check_float8, check_head, check_isolation
 from common.target.features import FeatureTap
 from services.target_server.packing import PackedRow
 
@@ -28,7 +28,8 @@ def check_target(
 ) -> TargetChecks:
     """Compare features with the model's own hidden states, and packed with single documents.
 
-    Where rows are in float8, measure what they lose.
+    Where rows carry the last hidden states, compare what the head makes of them with the logits;
+    where rows are in float8, measure what they lose.
     """
     device = next(model.parameters()).device
     documents = [
@@ -49,6 +50,8 @@ def check_target(
         f"{'isolated' if isolation.is_isolated else 'run separately'}: gap {isolation.gap:.1e}, "
         f"tolerance {isolation.tolerance:.1e}"
     )
+    if tap.keeps_last_normed:
+        results["head"] = _checked_head(model, tap, documents[0])
     if is_float8:
         lost = check_float8(model, tap, documents[0])
         results["float8"] = (
@@ -56,6 +59,18 @@ def check_target(
             f"token's layer (layer {lost.layer_id})"
         )
     return TargetChecks(isolation.is_isolated, results)
+
+
+def _checked_head(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor) -> str:
+    head = check_head(model, tap, token_ids)
+    text = f"error {head.error:.1e}"
+    if not head.holds:
+        raise CaptureMismatchError(
+            f"the target's logits are not its head's product with its last hidden states ({text}): "
+            f"it scales or caps them, which losses against its distribution do not know; set "
+            f"target.last_hidden_states_normed to false and drafter.loss to 'cross_entropy' or 'dpace'"
+        )
+    return text
 
 
 def _first_documents(row: PackedRow) -> Iterable:

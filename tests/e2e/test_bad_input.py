@@ -24,6 +24,7 @@ WORKER = ("services.drafter_worker",)
         (TARGET, "target.target_layer_ids=[1, 5]", ("last layer", "target_layer_ids")),
         (TARGET, "ring.num_slots=4096", ("too small", "ring.num_slots", "shm_size")),
         (WORKER, "training.group=other", ("other", "[groups]")),
+        (WORKER, "drafter.loss=kl", ("'kl'", "target.last_hidden_states_normed = true")),
         (WORKER, "target.mask_token_id=9999", ("9999", "target.mask_token_id")),
     ],
 )

@@ -42,15 +42,15 @@ def target(tmp_path: Path) -> torch.nn.Module:
     return load_target(TargetTable(model=str(tmp_path / "target"), dtype="float32"), "cpu")
 
 
-@pytest.fixture(params=["bfloat16", "float8_e4m3fn"])
+@pytest.fixture(params=[("bfloat16", False), ("bfloat16", True), ("float8_e4m3fn", True)])
 def ring(request: pytest.FixtureRequest, tmp_path: Path, target: torch.nn.Module) -> RingOwner:
     schema = RowSchema(
         row_tokens=128,
         max_documents=4,
         hidden_size=target.config.hidden_size,
         target_layer_ids=LAYERS,
-        aux_dtype=request.param,
-        has_last_hidden_states=False,
+        aux_dtype=request.param[0],
+        has_last_hidden_states_normed=request.param[1],
         target_fingerprint="t",
         template_fingerprint="t",
         feature_engine="t",
@@ -83,8 +83,8 @@ def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
     target: torch.nn.Module, ring: RingOwner
 ) -> None:
     row = make_packed_row((30, 41))
-    slot = ring.loan(1.0)
-    with FeatureTap(target, LAYERS) as tap, slot:
+    slot, keeps_last = ring.loan(1.0), ring.layout.schema.has_last_hidden_states_normed
+    with FeatureTap(target, LAYERS, keep_last_normed=keeps_last) as tap, slot:
         for name in ring.layout.fields:  # what an older row might have left: all NaN
             slot_tensor(ring.layout, name, slot.memory).view(torch.uint8).fill_(0xFF)
         Capture(target, tap, ring.layout, is_packed=True).write(row, slot).wait()
@@ -95,6 +95,10 @@ def test_a_slot_holds_each_documents_own_hidden_states_and_zeros_behind(
             states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
             expected = torch.cat([states[layer + 1][0] for layer in LAYERS], -1)
             torch.testing.assert_close(aux[span], expected, **tolerance_of(ring, expected))
+            if keeps_last:
+                last = slot_tensor(ring.layout, "last_hidden_states_normed", slot.memory)
+                torch.testing.assert_close(last[span].float(), states[-1][0], rtol=2.0**-8, atol=0)
+                assert (last[row.used_tokens :] == 0).all()
         assert (aux[row.used_tokens :] == 0).all()
         ids = slot_tensor(ring.layout, "token_ids", slot.memory)
         assert torch.equal(ids, torch.from_numpy(row.token_ids))

@@ -9,10 +9,11 @@ from common.errors import CaptureMismatchError
 from common.target.checks import (
     check_features,
     check_float8,
+    check_head,
     check_isolation,
     packing_is_isolated,
 )
-from common.target.features import FeatureTap, decoder_of, run_packed, run_separately
+from common.target.features import FeatureTap, decoder_of, run_packed, run_row
 from common.target.loading import load_target
 from tests.targets import NUM_LAYERS, make_tiny_target
 
@@ -89,7 +90,7 @@ def test_packed_documents_have_the_features_they_have_singly(model):
     token_ids, position_ids = torch.cat(parts), positions(parts)
     with FeatureTap(model, LAYER_IDS) as tap:
         packed = run_packed(model, tap, token_ids, position_ids)
-        separate = run_separately(model, tap, token_ids, position_ids)
+        separate = run_row(model, tap, token_ids, position_ids, is_packed=False).aux_hidden_states
         alone = [run_packed(model, tap, part, torch.arange(len(part))) for part in parts]
     assert torch.equal(separate, torch.cat(alone))
     torch.testing.assert_close(packed, separate, atol=1e-4, rtol=1e-4)
@@ -114,25 +115,53 @@ def test_isolation_check_sees_documents_that_mix(model):
     assert not leaking.is_isolated
 
 
-def test_linear_attention_is_found_to_mix_documents_and_run_separately_does_not(tmp_path):
+def test_linear_attention_is_found_to_mix_documents_and_does_not_document_by_document(tmp_path):
     path = make_tiny_target(tmp_path, "qwen3_5")
     model = load_target(TargetTable(model=str(path), dtype="float32"), "cpu")
     parts = documents(20, 20)
     with FeatureTap(model, LAYER_IDS) as tap:
         assert not packing_is_isolated(model, tap, parts)
-        separate = run_separately(model, tap, torch.cat(parts), positions(parts))
+        row = run_row(model, tap, torch.cat(parts), positions(parts), is_packed=False)
+        separate = row.aux_hidden_states
         alone = run_packed(model, tap, parts[1], torch.arange(20))
     assert torch.equal(separate[20:], alone)
 
 
-def test_last_hidden_states_are_taken_before_the_final_norm(model):
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_the_head_makes_the_targets_logits_of_the_last_hidden_states(model, is_packed):
+    parts = documents(20, 1, 9)
+    with FeatureTap(model, (1,), keep_last_normed=True) as tap:
+        row = run_row(model, tap, torch.cat(parts), positions(parts), is_packed=is_packed)
+    with torch.no_grad():
+        own = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
+        made = model.get_output_embeddings()(row.last_hidden_states_normed)
+    torch.testing.assert_close(made, own, atol=1e-4, rtol=1e-4)
+    assert row.aux_hidden_states.shape == row.last_hidden_states_normed.shape
+
+
+def test_last_hidden_states_have_passed_the_final_norm(model):
     (token_ids,) = documents(20)
-    with FeatureTap(model, (1,), keep_last=True) as tap:
+    with FeatureTap(model, (1,), keep_last_normed=True) as tap:
         run_packed(model, tap, token_ids, torch.arange(20))
-        last = tap.last_hidden_states()
-    normed = decoder_of(model).norm(last)
-    torch.testing.assert_close(normed, hidden_states(model, token_ids)[NUM_LAYERS][0])
-    assert not torch.allclose(last, normed)
+        kept = tap.last_hidden_states_normed()
+    assert torch.equal(kept, hidden_states(model, token_ids)[NUM_LAYERS][0])
+
+
+def test_a_tap_that_does_not_keep_the_last_hidden_states_has_none(model):
+    (token_ids,) = documents(20)
+    with FeatureTap(model, LAYER_IDS) as tap:
+        row = run_row(model, tap, token_ids, torch.arange(20), is_packed=True)
+    assert row.last_hidden_states_normed is None
+
+
+def test_head_check_sees_logits_that_are_scaled(model):
+    (token_ids,) = documents(40)
+    with FeatureTap(model, LAYER_IDS, keep_last_normed=True) as tap:
+        assert check_head(model, tap, token_ids).holds
+        head = model.get_output_embeddings()
+        scaling = head.register_forward_hook(lambda _m, _i, logits: logits * 0.9)
+        assert not check_head(model, tap, token_ids).holds
+        scaling.remove()
 
 
 def test_layers_above_the_highest_kept_one_are_not_run(model):

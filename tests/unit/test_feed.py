@@ -14,7 +14,7 @@ from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
 from common.ring.segment import MemorySegment
 from common.ring.worker_rings import WorkerRings
-from common.tensors import StagingBuffers, slot_tensor
+from common.tensors import RowBuffers, StagingBuffers, slot_tensor
 from services.drafter_worker.feed import RowFeed
 from services.drafter_worker.stream import TargetWatch
 from tests.rings import endpoint_in, make_groups, make_schema, make_table
@@ -90,6 +90,22 @@ def test_rows_in_float8_are_staged_wide_token_by_token_with_its_scale(
     assert (staged[9:] == 0).all()
     errors = (staged[:9] - features).norm(dim=-1) / features.norm(dim=-1)
     assert (errors < 0.05).all(), errors
+
+
+@pytest.mark.parametrize("schema", [make_schema(has_last_hidden_states_normed=True)])
+def test_last_hidden_states_are_staged_where_rows_carry_them(
+    owner: RingOwner, feed: RowFeed
+) -> None:
+    given = torch.randn(128, 8).bfloat16()
+    with owner.loan(10) as slot:
+        slot_tensor(owner.layout, "last_hidden_states_normed", slot.memory).copy_(given)
+        slot.publish(sequence=0, split="train", used_tokens=9, documents=())
+    staged = feed.next_row(10).buffers
+    assert staged.last_hidden_states_normed.dtype == torch.float32
+    assert torch.equal(staged.last_hidden_states_normed, given.float())
+    static = RowBuffers.allocate(make_schema(has_last_hidden_states_normed=True), CPU, torch.float32)
+    static.copy_from(staged)
+    assert torch.equal(static.last_hidden_states_normed, given.float())
 
 
 def test_no_more_rows_are_staged_than_there_are_buffers(owner: RingOwner, feed: RowFeed) -> None:

@@ -68,7 +68,7 @@ def test_a_slot_that_is_being_written_has_no_header() -> None:
 @pytest.mark.parametrize("aux_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("has_last", [False, True])
 def test_fields_are_page_aligned_and_do_not_overlap(aux_dtype: str, has_last: bool) -> None:
-    schema = make_schema(aux_dtype=aux_dtype, has_last_hidden_states=has_last, row_tokens=384)
+    schema = make_schema(aux_dtype=aux_dtype, has_last_hidden_states_normed=has_last, row_tokens=384)
     layout = SlotLayout(schema)
     end = PAGE_BYTES
     for field in layout.fields.values():
@@ -79,7 +79,7 @@ def test_fields_are_page_aligned_and_do_not_overlap(aux_dtype: str, has_last: bo
     assert layout.slot_bytes - end < PAGE_BYTES
     assert layout.payload_bytes == layout.slot_bytes - PAGE_BYTES
     assert ("aux_scales" in layout.fields) == (aux_dtype == "float8_e4m3fn")
-    assert ("last_hidden_states" in layout.fields) == has_last
+    assert ("last_hidden_states_normed" in layout.fields) == has_last
 
 
 def test_field_sizes_follow_the_schema() -> None:
@@ -95,7 +95,7 @@ def test_any_change_of_a_schema_changes_its_fingerprint() -> None:
     changes: list[dict] = [
         {}, {"row_tokens": 256}, {"max_documents": 5}, {"hidden_size": 16},
         {"target_layer_ids": (2, 1)}, {"aux_dtype": "float8_e4m3fn"},
-        {"has_last_hidden_states": True}, {"target_fingerprint": "other"},
+        {"has_last_hidden_states_normed": True}, {"target_fingerprint": "other"},
         {"template_fingerprint": "other"}, {"feature_engine": "other"},
     ]  # fmt: skip
     prints = [make_schema(**change).fingerprint for change in changes]
