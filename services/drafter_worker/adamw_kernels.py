@@ -1,4 +1,4 @@
-"""The Triton kernel behind `adamw.adamw_`; import it there alone, where there is a GPU.
+"""The Triton kernel behind `adamw.AdamWRule`; import it there alone, where there is a GPU.
 
 One pass: gradient (2 or 4 bytes), master and two moments (read and written, 24), working weight (2).
 """
@@ -16,7 +16,7 @@ def adamw_in_place(
     master: Tensor, working: Tensor, gradient: Tensor, first: Tensor, second: Tensor,
     scalars: Tensor, beta1: float, beta2: float, epsilon: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Launch on the current stream; all tensors contiguous, `scalars` as `adamw.Scalars` packs them."""
+    """Launch on the current stream; all tensors contiguous, `scalars` as `AdamWRule` packs them."""
     size = master.numel()
     with torch.cuda.device(master.device):
         _adamw[(triton.cdiv(size, _BLOCK),)](
@@ -27,9 +27,19 @@ def adamw_in_place(
 
 @triton.jit
 def _adamw(
-    master_ptr, working_ptr, gradient_ptr, first_ptr, second_ptr, scalars_ptr, size,
-    beta1, beta2, epsilon, weight_decay, BLOCK: tl.constexpr,
-):  # fmt: skip
+    master_ptr: tl.tensor,
+    working_ptr: tl.tensor,
+    gradient_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    size: tl.int32,
+    beta1: tl.float32,
+    beta2: tl.float32,
+    epsilon: tl.float32,
+    weight_decay: tl.float32,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
     is_good = tl.load(scalars_ptr + 4)
     if is_good != 0.0:
         rate, scale = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)

@@ -37,7 +37,7 @@ from common.tensors import RowBuffers
 from services.drafter_worker.checkpoint import CheckpointStore, read_run, read_trainer
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.meter import Progress
-from services.drafter_worker.optim import MasterAdamW
+from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
 from services.drafter_worker.stream import TargetWatch
 
@@ -51,7 +51,7 @@ class Trainee:
 
     spec: DrafterSpec
     drafter: DFlashDrafter
-    optimizer: MasterAdamW
+    optimizer: MasterOptimizer
     progress: Progress
     consumed: SequenceSet
     target: TargetDescription
@@ -87,7 +87,7 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     # Masters are taken before the working weights are rounded.
     masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
     drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    optimizer = MasterAdamW(
+    optimizer = MasterOptimizer(
         drafter.parameters(), masters, config.optimizer, config.training.accumulation
     )
     progress, consumed = Progress(), SequenceSet()
@@ -95,8 +95,8 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     if newest is not None:
         with _named_way_out():
             tensors, state = read_trainer(newest)
+            optimizer.load_state(tensors)
             template = read_run(newest).get("template_fingerprint")
-        optimizer.load_state(tensors)
         consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
         progress = Progress(**state)
     return Trainee(spec, drafter, optimizer, progress, consumed, target, template)

@@ -15,28 +15,51 @@ from common.config.shared import (
 )
 from common.drafters.dflash.config import DrafterTable, needs_target
 
+MatrixRate = Literal["original", "match_rms_adamw"]
+
 
 class OptimizerTable(Table):
-    """[optimizer]: AdamW on float32 master weights."""
+    """[optimizer]: how float32 master weights are changed, and by how much."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for matrices and AdamW for what is none."""
     learning_rate: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """AdamW's decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """AdamW's addition to the root of the second moment."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's decay of the momentum."""
+    matrix_rate: MatrixRate = "match_rms_adamw"
+    """How Muon's learning rate goes with a matrix of r rows and c columns: `match_rms_adamw` by
+    0.2 sqrt(max(r, c)), which moves it as far as AdamW would; `original` by sqrt(max(1, r / c))."""
+    matrix_rate_ratio: float = Field(default=1.0, gt=0)
+    """Muon's learning rate over AdamW's."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices and others alike."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Global norm that gradients are clipped to."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up; cosine ends at zero."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up: a half cosine down to zero; `wsd`, stable and then
+    such a cosine over the last `decay_ratio`; or constant."""
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
     """Part of the schedule that warms up."""
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """Part of a `wsd` schedule over which the learning rate falls, at its end."""
     schedule_steps: int = Field(default=0, ge=0)
     """Steps of the schedule; 0 follows the stream: the row's sequence over the rows of the run."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "OptimizerTable":
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} are more than "
+                f"the whole schedule; lower one so that their sum is at most 1"
+            )
+        return self
 
 
 class TrainingTable(Table):

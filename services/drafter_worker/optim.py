@@ -1,7 +1,7 @@
-"""AdamW on float32 masters, with every decision on the device.
+"""Float32 masters under AdamW or Muon, with every decision on the device.
 
     micro-step   backward makes gradients of its own; with accumulation they are added in float32
-    update       norm, clip, AdamW and the working weights in one pass over memory
+    update       norm, clip, then each rule on its parameters: masters, moments, working weights
 
 Gradients are sums over tokens; `update` divides by the sum of weights, so that accumulating over
 one row or four is the same mean. A step without weight, or with a gradient that is not finite,
@@ -12,15 +12,18 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from common.errors import CheckpointError
+from services.drafter_worker.adamw import AdamWRule
 from services.drafter_worker.config import OptimizerTable
+from services.drafter_worker.muon import MuonRule
+from services.drafter_worker.update import Change, Parameters, UpdateRule
 
 # As in the field's reference recipes: keeps the clip coefficient finite.
 _NORM_EPSILON = 1e-6
 
 
-class MasterAdamW:
+class MasterOptimizer:
     """Masters, moments, and the working weights that the network computes with."""
 
     def __init__(
@@ -36,8 +39,7 @@ class MasterAdamW:
         is_shared = self.working[0].dtype == torch.float32
         self.masters = [p.detach() for p in self.working] if is_shared else masters
         self._table = table
-        self._first = [torch.zeros_like(master) for master in self.masters]
-        self._second = [torch.zeros_like(master) for master in self.masters]
+        self._rules = make_rules(self.masters, [p.detach() for p in self.working], table)
         self._sums = [torch.zeros_like(m) for m in self.masters] if accumulation > 1 else None
         self._num_updates = torch.zeros((), device=device)
         self.learning_rate = torch.zeros((), device=device)
@@ -68,10 +70,9 @@ class MasterAdamW:
         norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
         clip = (self._table.max_gradient_norm / (norm + _NORM_EPSILON)).clamp_max(1.0)
         is_bad = (weight_sum <= 0) | ~torch.isfinite(norm)
-        if norm.is_cuda:
-            self._update_on_gpu(gradients, scale * clip, is_bad)
-        else:
-            self._update_on_cpu(gradients, scale * clip, is_bad)
+        change = Change(self.learning_rate, scale * clip, is_bad, self._num_updates)
+        for indexes, rule in self._rules:
+            rule.apply([gradients[index] for index in indexes], change)
         self._num_updates += ~is_bad
         self.gradient_norm.copy_(norm)
         self.num_skipped += is_bad
@@ -81,44 +82,47 @@ class MasterAdamW:
     def state(self) -> dict[str, Tensor]:
         """Return masters and moments by name, for a checkpoint."""
         tensors = {"num_updates": self._num_updates}
-        for index, parts in enumerate(zip(self.masters, self._first, self._second, strict=True)):
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), parts, strict=True):
-                tensors[f"{index}.{name}"] = tensor
+        for indexes, rule in self._rules:
+            for name, parts in {"master": rule.parameters.masters, **rule.moments}.items():
+                tensors |= {f"{i}.{name}": part for i, part in zip(indexes, parts, strict=True)}
         return tensors
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore masters and moments, and the working weights from the masters."""
-        for name, tensor in self.state().items():
+        """Restore masters and moments, and the working weights from the masters.
+
+        Raise `CheckpointError` for the state of another kind of optimizer.
+        """
+        own = self.state()
+        if own.keys() != tensors.keys():
+            unlike = sorted(own.keys() ^ tensors.keys())
+            raise CheckpointError(
+                f"trainer state is of another optimizer: got it and optimizer.kind "
+                f"{self._table.kind!r} unlike in {', '.join(unlike[:3])}; set the old optimizer.kind"
+            )
+        for name, tensor in own.items():
             tensor.copy_(tensors[name])
         for working, master in zip(self.working, self.masters, strict=True):
             working.copy_(master)
 
-    def _update_on_gpu(self, gradients: list[Tensor], scale: Tensor, is_bad: Tensor) -> None:
-        from services.drafter_worker.adamw_kernels import adamw_in_place
 
-        table, number = self._table, self._num_updates + 1
-        scalars = torch.stack(
-            [self.learning_rate, scale, 1 - table.beta1**number,
-             (1 - table.beta2**number).sqrt(), (~is_bad).float()]
-        )  # fmt: skip
-        parts = (self.masters, self.working, gradients, self._first, self._second)
-        for tensors in zip(*parts, strict=True):
-            adamw_in_place(*tensors, scalars, table.beta1, table.beta2, table.epsilon,
-                           table.weight_decay)  # fmt: skip
+def make_rules(
+    masters: list[Tensor], working: list[Tensor], table: OptimizerTable
+) -> list[tuple[list[int], UpdateRule]]:
+    """Return each rule with the indexes of its parameters: Muon's are the matrices."""
 
-    def _update_on_cpu(self, gradients: list[Tensor], scale: Tensor, is_bad: Tensor) -> None:
-        table = self._table
-        torch._foreach_mul_(gradients, scale)
-        adamw(
-            self.masters, gradients, self._first, self._second, [],
-            [self._num_updates.clone() for _ in self.masters],
-            fused=True, found_inf=is_bad.float(), amsgrad=False, beta1=table.beta1,
-            beta2=table.beta2, lr=self.learning_rate, weight_decay=table.weight_decay,
-            eps=table.epsilon, maximize=False,
-        )  # fmt: skip
-        if self.working[0].dtype != torch.float32:
-            torch._foreach_copy_([p.detach() for p in self.working], self.masters)
+    def chosen(indexes: list[int]) -> Parameters:
+        return Parameters([masters[i] for i in indexes], [working[i] for i in indexes])
+
+    everything = range(len(masters))
+    matrices = [i for i in everything if table.kind == "muon" and masters[i].ndim == 2]
+    others = [i for i in everything if i not in matrices]
+    rules: list[tuple[list[int], UpdateRule]] = []
+    if matrices:
+        rules.append((matrices, MuonRule(chosen(matrices), table)))
+    if others:
+        rules.append((others, AdamWRule(chosen(others), table)))
+    return rules
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -7,7 +7,7 @@ from services.drafter_worker.config import OptimizerTable
 
 
 class Schedule:
-    """Warm-up, then cosine to zero or constant; by steps, or by how far the stream has come."""
+    """Warm-up, then one of three shapes; by steps, or by how far the stream has come."""
 
     def __init__(self, table: OptimizerTable, total_rows: int | None) -> None:
         self._table = table
@@ -24,8 +24,9 @@ class Schedule:
             return table.learning_rate * progress / table.warmup_ratio
         if table.schedule == "constant":
             return table.learning_rate
-        rest = (progress - table.warmup_ratio) / (1 - table.warmup_ratio)
-        return table.learning_rate * 0.5 * (1 + math.cos(math.pi * rest))
+        falling = 1 - table.warmup_ratio if table.schedule == "cosine" else table.decay_ratio
+        fallen = max(0.0, 1 - (1 - progress) / falling)
+        return table.learning_rate * 0.5 * (1 + math.cos(math.pi * fallen))
 
 
 class StreamPosition:

@@ -2,7 +2,7 @@
 
     load   copies a staged row and its draw into the static buffers
     micro  anchors, forward, loss, backward, sums           replayed as a CUDA graph on a GPU
-    update mean gradient, clip, AdamW, working weights      replayed as a CUDA graph on a GPU
+    update mean gradient, clip, AdamW or Muon               replayed as a CUDA graph on a GPU
 
 Sums stay on the device until `take_sums`, which is the one sync of a log interval.
 """
@@ -13,7 +13,7 @@ from common.drafters.dflash.metrics import NUM_SCALARS
 from common.drafters.dflash.objective import DFlashObjective, StagedRow
 from common.tensors import RowBuffers
 from services.drafter_worker.compile import CapturedStep, compile_whole, refuse_recompiles
-from services.drafter_worker.optim import MasterAdamW
+from services.drafter_worker.optim import MasterOptimizer
 
 
 class Stepper:
@@ -22,7 +22,7 @@ class Stepper:
     def __init__(
         self,
         objective: DFlashObjective,
-        optimizer: MasterAdamW,
+        optimizer: MasterOptimizer,
         buffers: RowBuffers,
         *,
         use_compile: bool,

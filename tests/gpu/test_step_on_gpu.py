@@ -10,7 +10,7 @@ from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import DFlashObjective, StagedRow
 from common.tensors import RowBuffers
 from services.drafter_worker.config import OptimizerTable
-from services.drafter_worker.optim import MasterAdamW
+from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
@@ -44,7 +44,7 @@ def make_stepper(spec: DrafterSpec, dtype: torch.dtype, backend: str, fast: bool
     drafter = make_drafter(spec)
     masters = [p.detach().float().clone().cuda() for p in drafter.parameters()]
     drafter.to("cuda", dtype)
-    optimizer = MasterAdamW(drafter.parameters(), masters, OptimizerTable(learning_rate=1e-3))
+    optimizer = MasterOptimizer(drafter.parameters(), masters, OptimizerTable(learning_rate=1e-3))
     width = len(spec.target_layer_ids) * spec.hidden_size
     ids = [torch.zeros(NUM_TOKENS, dtype=torch.int32, device="cuda") for _ in range(3)]
     mask = torch.zeros(NUM_TOKENS, dtype=torch.uint8, device="cuda")

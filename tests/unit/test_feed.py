@@ -103,7 +103,9 @@ def test_last_hidden_states_are_staged_where_rows_carry_them(
     staged = feed.next_row(10).buffers
     assert staged.last_hidden_states_normed.dtype == torch.float32
     assert torch.equal(staged.last_hidden_states_normed, given.float())
-    static = RowBuffers.allocate(make_schema(has_last_hidden_states_normed=True), CPU, torch.float32)
+    static = RowBuffers.allocate(
+        make_schema(has_last_hidden_states_normed=True), CPU, torch.float32
+    )
     static.copy_from(staged)
     assert torch.equal(static.last_hidden_states_normed, given.float())
 

@@ -47,9 +47,7 @@ def slot_loss(loss: LossName, z: Tensor, y: Tensor, label: int) -> Tensor:
     return divergence if loss == "kl" else distance
 
 
-def reference(
-    objective: DFlashObjective, row: StagedRow, states: Tensor
-) -> tuple[Tensor, Tensor]:
+def reference(objective: DFlashObjective, row: StagedRow, states: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss sum and the sum of weights, slot by slot, from final hidden states [A, S, H]."""
     head, spec = objective.head.double(), objective.drafter.spec
     anchors, is_valid = select_anchors(

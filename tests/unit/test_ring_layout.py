@@ -68,7 +68,9 @@ def test_a_slot_that_is_being_written_has_no_header() -> None:
 @pytest.mark.parametrize("aux_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("has_last", [False, True])
 def test_fields_are_page_aligned_and_do_not_overlap(aux_dtype: str, has_last: bool) -> None:
-    schema = make_schema(aux_dtype=aux_dtype, has_last_hidden_states_normed=has_last, row_tokens=384)
+    schema = make_schema(
+        aux_dtype=aux_dtype, has_last_hidden_states_normed=has_last, row_tokens=384
+    )
     layout = SlotLayout(schema)
     end = PAGE_BYTES
     for field in layout.fields.values():
@@ -114,7 +116,7 @@ def test_token_hashes_cover_the_token_field_alone() -> None:
 
 
 def test_the_document_has_every_field_of_a_row() -> None:
-    layout = SlotLayout(make_schema(aux_dtype="float8_e4m3fn", has_last_hidden_states=True))
+    layout = SlotLayout(make_schema(aux_dtype="float8_e4m3fn", has_last_hidden_states_normed=True))
     document = (Path(__file__).parents[2] / "docs" / "ring-protocol.md").read_text()
     table = re.search(r"^\| field \| type, shape \|\n(?:\|.*\n)+", document, re.MULTILINE)
     assert table is not None

@@ -1,4 +1,4 @@
-"""Schedule, optimizer and checkpoints of the drafter worker."""
+"""Position in the stream, checkpoints and claims of the drafter worker."""
 
 import errno
 import json
@@ -8,87 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from common.contracts.sequences import SequenceSet
 from common.errors import CheckpointError, ConfigError
 from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
 from services.drafter_worker.claim import claim_index
-from services.drafter_worker.config import OptimizerTable
-from services.drafter_worker.optim import MasterAdamW
-from services.drafter_worker.schedule import Schedule, StreamPosition
-
-
-def make_optimizer(**changes: float) -> tuple[nn.Linear, MasterAdamW]:
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 3, bias=False)
-    masters = [p.detach().clone() for p in layer.parameters()]
-    optimizer = MasterAdamW(layer.parameters(), masters, OptimizerTable(**changes))
-    optimizer.learning_rate.fill_(0.1)
-    return layer, optimizer
-
-
-def backward(layer: nn.Linear, optimizer: MasterAdamW, scale: float = 1.0) -> None:
-    optimizer.backward((layer(torch.ones(2, 4)) * scale).pow(2).sum())
-
-
-def test_a_step_equals_torchs_adamw_on_the_mean_gradient() -> None:
-    layer, optimizer = make_optimizer(max_gradient_norm=1e9, weight_decay=0.01)
-    reference = nn.Parameter(layer.weight.detach().clone())
-    expected = torch.optim.AdamW([reference], lr=0.1, weight_decay=0.01)
-    for _ in range(3):
-        backward(layer, optimizer)
-        optimizer.update(torch.tensor(5.0))
-        expected.zero_grad()
-        ((torch.ones(2, 4) @ reference.T).pow(2).sum() / 5.0).backward()
-        expected.step()
-        torch.testing.assert_close(layer.weight.detach(), reference.detach())
-
-
-def test_the_clip_is_of_the_mean_gradient() -> None:
-    layer, optimizer = make_optimizer(max_gradient_norm=1.0)
-    backward(layer, optimizer)
-    summed = torch.linalg.vector_norm(layer.weight.grad).item()
-    optimizer.update(torch.tensor(4.0))
-    assert optimizer.gradient_norm.item() == pytest.approx(summed / 4.0)
-
-
-@pytest.mark.parametrize("weight_sum", [0.0, 1.0])
-def test_a_step_without_weight_or_with_nan_changes_nothing(weight_sum: float) -> None:
-    layer, optimizer = make_optimizer()
-    backward(layer, optimizer)
-    optimizer.update(torch.tensor(1.0))
-    before = {name: value.clone() for name, value in optimizer.state().items()}
-    backward(layer, optimizer, scale=1.0 if weight_sum == 0 else float("nan"))
-    optimizer.update(torch.tensor(weight_sum))
-    for name, value in optimizer.state().items():
-        assert torch.equal(value, before[name]), name
-    assert optimizer.num_skipped.item() == 1
-
-
-def test_optimizer_state_survives_a_round_trip_bit_for_bit() -> None:
-    layer, optimizer = make_optimizer()
-    backward(layer, optimizer)
-    optimizer.update(torch.tensor(1.0))
-    saved = {name: value.clone() for name, value in optimizer.state().items()}
-    other_layer, other = make_optimizer()
-    other.load_state(saved)
-    for one, two in ((layer, optimizer), (other_layer, other)):
-        backward(one, two)
-        two.update(torch.tensor(1.0))
-    assert torch.equal(layer.weight, other_layer.weight)
-
-
-def test_schedule_warms_up_then_falls_to_zero_by_steps_or_by_the_stream() -> None:
-    table = OptimizerTable(learning_rate=1.0, schedule_steps=100, warmup_ratio=0.1)
-    by_steps = Schedule(table, total_rows=None)
-    assert by_steps.at(0, 0) == pytest.approx(0.1)
-    assert by_steps.at(9, 0) == pytest.approx(1.0)
-    assert by_steps.at(54, 0) == pytest.approx(0.5)
-    assert by_steps.at(99, 0) == pytest.approx(0.0)
-    by_stream = Schedule(table.model_copy(update={"schedule_steps": 0}), total_rows=100)
-    assert by_stream.at(0, 55) == by_steps.at(54, 0)
-    assert Schedule(OptimizerTable(learning_rate=1.0), None).at(7, 7) == 1.0
+from services.drafter_worker.schedule import StreamPosition
 
 
 def test_the_stream_s_position_is_that_of_all_rings_and_never_falls_back() -> None:

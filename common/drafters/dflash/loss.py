@@ -87,21 +87,23 @@ def head_loss(
 
     A row that is not used is not looked at: loss and gradient are 0, its argmax is not the label.
     """
-    needs_target = kind != "cross_entropy"
-    if needs_target and (target_hidden is None or target_tokens is None):
-        raise ValueError(f"loss {kind!r} got no hidden states of the target")
+    if (kind == "cross_entropy") != (target_hidden is None):
+        has = "no" if target_hidden is None else "the"
+        raise ValueError(
+            f"loss {kind!r} got {has} hidden states of the target; cross-entropy has none"
+        )
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     is_correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     gradient = torch.empty_like(hidden)
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, min(start + chunk_rows, len(hidden)))
         logits, target_logits = hidden[rows] @ head.T, None
-        if needs_target:
+        if target_hidden is not None and target_tokens is not None:
             target_logits = target_hidden[target_tokens[rows]] @ head.T
-        results = losses[rows], is_correct[rows]
         slopes = _slopes(
-            logits, target_logits, labels[rows], is_used[rows], cast(RowLoss, kind), *results
-        )
+            logits, target_logits, labels[rows], is_used[rows], cast("RowLoss", kind),
+            losses[rows], is_correct[rows],
+        )  # fmt: skip
         torch.mm(slopes, head, out=gradient[rows])
     return losses, is_correct, gradient
 

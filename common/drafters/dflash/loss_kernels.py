@@ -57,15 +57,15 @@ def _block(vocab: int) -> int:
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr,
-    labels_ptr,
-    is_used_ptr,
-    losses_ptr,
-    is_correct_ptr,
-    vocab,
-    stride,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr: tl.tensor,
+    labels_ptr: tl.tensor,
+    is_used_ptr: tl.tensor,
+    losses_ptr: tl.tensor,
+    is_correct_ptr: tl.tensor,
+    vocab: tl.int32,
+    stride: tl.int32,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
     if tl.load(is_used_ptr + row):
@@ -87,19 +87,19 @@ def _cross_entropy(
 
 @triton.jit
 def _against_target(
-    logits_ptr,
-    target_ptr,
-    labels_ptr,
-    is_used_ptr,
-    losses_ptr,
-    is_correct_ptr,
-    vocab,
-    stride,
-    target_stride,
-    eta,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    labels_ptr: tl.tensor,
+    is_used_ptr: tl.tensor,
+    losses_ptr: tl.tensor,
+    is_correct_ptr: tl.tensor,
+    vocab: tl.int32,
+    stride: tl.int32,
+    target_stride: tl.int32,
+    eta: tl.float32,
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
     target = target_ptr + row.to(tl.int64) * target_stride
@@ -118,10 +118,7 @@ def _against_target(
             divergence += tl.sum(tl.where(inside, p * (log_p - log_q), 0.0), 0)
             acceptance += tl.sum(tl.minimum(p, q), 0)
             tilt += tl.sum(q * _side(q, p), 0)
-        if KIND == 2:
-            share = tl.exp(-eta * acceptance)
-        else:
-            share = 1.0 - KIND
+        share = tl.exp(-eta * acceptance) if KIND == 2 else 1.0 - KIND
         for at in range(0, vocab, BLOCK):
             column = at + tl.arange(0, BLOCK)
             inside = column < vocab
@@ -137,7 +134,11 @@ def _against_target(
 
 
 @triton.jit
-def _normaliser(base, vocab, BLOCK: tl.constexpr):
+def _normaliser(
+    base: tl.tensor,
+    vocab: tl.int32,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> tuple:
     """Return the largest of a row and the logarithm of its sum of exponentials."""
     best, total = -float("inf"), 0.0
     for at in range(0, vocab, BLOCK):
@@ -150,13 +151,22 @@ def _normaliser(base, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _side(q, p):
+def _side(
+    q: tl.tensor,
+    p: tl.tensor,
+) -> tl.tensor:
     """Return half the sign of q - p."""
     return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
 
 
 @triton.jit
-def _clear(base, loss_ptr, is_correct_ptr, vocab, BLOCK: tl.constexpr):
+def _clear(
+    base: tl.tensor,
+    loss_ptr: tl.tensor,
+    is_correct_ptr: tl.tensor,
+    vocab: tl.int32,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
     for at in range(0, vocab, BLOCK):
         column = at + tl.arange(0, BLOCK)
         tl.store(base + column, tl.zeros([BLOCK], base.dtype.element_ty), mask=column < vocab)
