@@ -11,7 +11,8 @@ where acceptance = sum min(p, q), the chance that speculative sampling keeps a t
 share = exp(-3 acceptance) is not differentiated: far from the target it is kl, near it total variation
 (Samarin et al., "LK Losses", arXiv 2602.23881, the hybrid form with its best eta).
 
-R rows, V vocabulary; everything is computed in float32.
+R rows, V vocabulary; everything is computed in float32. Of bfloat16 logits, s is uncertain for tokens
+whose p and q are within rounding of each other: noise in the gradient, next to nothing in the loss.
 """
 
 from typing import Literal
