@@ -27,7 +27,7 @@ from common.drafters.dflash.objective import DFlashObjective
 from common.tensors import RowBuffers
 from services.drafter_worker.compile import num_recompiles
 from services.drafter_worker.config import OptimizerTable
-from services.drafter_worker.optim import MasterAdamW
+from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
 
 NUM_DOCUMENTS, NUM_ROWS, NUM_AUX = 4, 8, 5
@@ -150,7 +150,7 @@ def make_stepper(shape: Shape, spec: DrafterSpec, anchors: int, chunk_rows: int)
             torch.nn.init.normal_(parameter, std=0.02)
     masters = [p.detach().float().clone() for p in drafter.parameters()]
     drafter.to(torch.bfloat16)
-    optimizer = MasterAdamW(drafter.parameters(), masters, OptimizerTable())
+    optimizer = MasterOptimizer(drafter.parameters(), masters, OptimizerTable())
     objective = DFlashObjective(
         drafter, embedding=embedding, head=head, num_anchors=anchors, max_documents=64,
         loss_chunk_rows=chunk_rows, backend="blocks",

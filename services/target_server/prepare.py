@@ -126,7 +126,7 @@ def estimate(config: PrepareConfig, num_rows: int) -> dict[str, Any]:
     schema = RowSchema(
         row_tokens=config.data.row_tokens, max_documents=config.data.max_documents,
         hidden_size=target.hidden_size, target_layer_ids=layer_ids, aux_dtype=dtype,
-        has_last_hidden_states_normed=False, target_fingerprint="", template_fingerprint="",
+        has_last_hidden_states_normed=config.target.last_hidden_states_normed, target_fingerprint="", template_fingerprint="",
         feature_engine="",
     )  # fmt: skip
     slot_bytes = SlotLayout(schema).slot_bytes
