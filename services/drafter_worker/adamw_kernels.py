@@ -38,7 +38,7 @@ def _adamw(
     beta2: tl.float32,
     epsilon: tl.float32,
     weight_decay: tl.float32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> None:
     is_good = tl.load(scalars_ptr + 4)
     if is_good != 0.0:

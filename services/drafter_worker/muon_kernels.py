@@ -56,7 +56,7 @@ def _advance(
     is_bad_ptr: tl.tensor,
     size: tl.int32,
     mu: tl.float32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -82,7 +82,7 @@ def _move(
     step_ptr: tl.tensor,
     is_bad_ptr: tl.tensor,
     size: tl.int32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size

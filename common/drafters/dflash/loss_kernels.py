@@ -64,7 +64,7 @@ def _cross_entropy(
     is_correct_ptr: tl.tensor,
     vocab: tl.int32,
     stride: tl.int32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
@@ -97,8 +97,8 @@ def _against_target(
     stride: tl.int32,
     target_stride: tl.int32,
     eta: tl.float32,
-    KIND: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
@@ -137,7 +137,7 @@ def _against_target(
 def _normaliser(
     base: tl.tensor,
     vocab: tl.int32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> tuple:
     """Return the largest of a row and the logarithm of its sum of exponentials."""
     best, total = -float("inf"), 0.0
@@ -165,7 +165,7 @@ def _clear(
     loss_ptr: tl.tensor,
     is_correct_ptr: tl.tensor,
     vocab: tl.int32,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ) -> None:
     for at in range(0, vocab, BLOCK):
         column = at + tl.arange(0, BLOCK)
