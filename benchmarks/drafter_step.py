@@ -5,7 +5,8 @@
 
 Weights, features and tokens are random: the cost does not depend on them. A row holds four documents
 whose first fifth is unsupervised. `floor_ms` is the multiply-adds of the projections, `fc` and the
-head's two products at the rate that a large bfloat16 product reaches in this run. With `--vs` the
+head's two products at the rate that a large bfloat16 product reaches in this run. `attention_ms` is the attention kernels of all layers, forward and backward, and
+`head_ms` the loss with the head's products, each run alone. `graphs` counts compiled graphs. With `--vs` the
 peer's steps and these take turns, and `ratio` is the peer's time over this one's.
 """
 
@@ -15,17 +16,21 @@ import json
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from common.drafters.dflash.anchors import select_anchors
+from common.drafters.dflash.attention import make_layout
 from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
+from common.drafters.dflash.loss import head_loss
 from common.drafters.dflash.model import DFlashDrafter
 from common.drafters.dflash.objective import DFlashObjective
 from common.tensors import RowBuffers
-from services.drafter_worker.compile import num_recompiles
+from services.drafter_worker.compile import num_graphs, num_recompiles
 from services.drafter_worker.config import OptimizerTable
 from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
@@ -192,6 +197,56 @@ def turns_with_peer(options: argparse.Namespace, step: Callable[[], None]) -> di
     }  # fmt: skip
 
 
+def count_host_syncs(step: Callable[[], None]) -> int:
+    """Return how often a step makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def attention_ms(stepper: Stepper, spec: DrafterSpec, shape: Shape) -> float:
+    """Return the milliseconds of every layer's attention, forward and backward, on the loaded row."""
+    objective, row = stepper.objective, stepper.row
+    anchors, is_valid = select_anchors(
+        row.loss_mask, row.document_ids, row.draw, objective.num_anchors, objective.max_documents
+    )
+    layout = make_layout(anchors, is_valid, row.position_ids, spec.block_size)
+    num_rows = objective.num_anchors * spec.block_size
+    sizes = [(shape.heads, num_rows)]
+    sizes += [(shape.kv_heads, n) for n in (shape.row_tokens,) * 2 + (num_rows,) * 2]
+    q, *keys_values = (
+        torch.randn(
+            rows, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        ).transpose(0, 1)
+        for heads, rows in sizes
+    )
+    slope = torch.randn_like(q)
+
+    def run() -> None:
+        for attend in objective.attends(layout):
+            out = attend(q, (keys_values[0], keys_values[1]), (keys_values[2], keys_values[3]))
+            torch.autograd.grad(out, [q, *keys_values], slope)
+
+    return median_ms(run, 20)
+
+
+def head_ms(stepper: Stepper, chunk_rows: int) -> float:
+    """Return the milliseconds of the loss and its hidden gradient."""
+    objective = stepper.objective
+    rows = objective.num_anchors * objective.drafter.spec.num_draft_tokens
+    hidden = torch.randn(rows, objective.head.shape[1], device="cuda", dtype=torch.bfloat16)
+    labels = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    is_used = torch.ones(rows, dtype=torch.bool, device="cuda")
+
+    def run() -> None:
+        head_loss(hidden, objective.head, labels, is_used, None, None, "cross_entropy", chunk_rows)
+
+    return median_ms(run, 10)
+
+
 def kernel_table(step: Any) -> list[tuple[str, float, int]]:
     """Return kernels with their milliseconds and calls a step, the longest first."""
     from torch.profiler import ProfilerActivity, profile
@@ -230,6 +285,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     against = turns_with_peer(options, step) if options.vs else {}
     ms = against.pop("step_ms", None) or median_ms(step, options.steps)
     change = torch.cuda.memory_allocated() - allocated
+    peak = torch.cuda.max_memory_allocated()
+    host_syncs = count_host_syncs(step)
     micro_ms = median_ms(stepper.micro, 10)
     load_ms = median_ms(lambda: stepper.load(rows[0], (0, 0, 0)), 10)
     sums, norm = stepper.take_sums()
@@ -244,9 +301,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "micro_ms": round(micro_ms, 2),
         "tokens_per_second": round(shape.row_tokens / ms * 1e3),
         "floor_ms": round(floor_flops(shape, anchors) / product_rate() * 1e3, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "attention_ms": round(attention_ms(stepper, spec, shape), 2),
+        "head_ms": round(head_ms(stepper, options.chunk_rows), 2),
+        "peak_gib": round(peak / 2**30, 2),
         "allocated_change_bytes": change,
         "recompiles": num_recompiles(),
+        "graphs": num_graphs(),
+        "host_syncs": host_syncs,
         "loss": round(sums[0] / sums[1], 4),
         "gradient_norm": round(norm, 5),
         **{name: round(value, 3) for name, value in against.items()},

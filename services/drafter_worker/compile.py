@@ -22,13 +22,18 @@ def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_recompiles() -> None:
     """Raise on any compilation from here on, instead of stalling or running dense."""
     global _num_warm_graphs
-    _num_warm_graphs = int(counters["stats"]["unique_graphs"])
+    _num_warm_graphs = num_graphs()
     torch.compiler.set_stance("fail_on_recompile")
+
+
+def num_graphs() -> int:
+    """Return how many graphs this process has compiled."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def num_recompiles() -> int:
     """Return how many graphs this process has compiled since `refuse_recompiles`."""
-    return max(0, int(counters["stats"]["unique_graphs"]) - _num_warm_graphs)
+    return max(0, num_graphs() - _num_warm_graphs)
 
 
 class CapturedStep:

@@ -28,11 +28,12 @@ class Stepper:
         use_compile: bool,
         use_cuda_graphs: bool,
     ) -> None:
+        self.objective = objective
         self._optimizer = optimizer
         self._buffers = buffers
         device = buffers.token_ids.device
         draw = torch.zeros(3, dtype=torch.int64, device=device)
-        self._row = StagedRow(**vars(buffers), draw=draw)
+        self.row = StagedRow(**vars(buffers), draw=draw)
         num_sums = NUM_SCALARS + 2 * objective.drafter.spec.num_draft_tokens
         self._sums = torch.zeros(num_sums, device=device)
         self._weight_sum = torch.zeros((), device=device)
@@ -60,7 +61,9 @@ class Stepper:
 
     def draw(self, draw: tuple[int, int, int]) -> None:
         """Choose other anchors of the loaded row."""
-        self._row.draw.copy_(torch.tensor(draw), non_blocking=True)
+        # A copy from pageable memory would wait for the step that is running.
+        for place, number in enumerate(draw):
+            self.row.draw[place].fill_(number)
 
     def micro(self) -> None:
         """Add the loaded row's gradients and sums."""
@@ -84,7 +87,7 @@ class Stepper:
         return packed[:-1], packed[-1]
 
     def _micro(self) -> None:
-        loss, sums = self._forward(self._row)
+        loss, sums = self._forward(self.row)
         self._optimizer.backward(loss)
         self._sums += sums
         self._weight_sum += sums[1]

@@ -25,7 +25,6 @@ from common.drafters.dflash.objective import (
     StagedRow,
     block_inputs,
     block_positions,
-    draft_rows,
 )
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
@@ -54,7 +53,7 @@ def supervision_of(row: StagedRow, spec: DrafterSpec) -> Supervision:
 def loss_of(
     row: StagedRow, drafter: DFlashDrafter, aux: Tensor, num_blocks: int = len(ANCHORS)
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss over the first blocks of the table and their final hidden states [A, S, H]."""
+    """Return the loss over the first blocks of the table and their final hidden states [A * (S-1), H]."""
     spec = drafter.spec
     embedding, head = make_tables(spec)
     anchors, is_valid = torch.tensor(ANCHORS)[:num_blocks], torch.tensor(IS_VALID)[:num_blocks]
@@ -64,15 +63,15 @@ def loss_of(
         drafter, embedding=embedding, head=head, num_anchors=num_blocks, max_documents=4,
         loss_chunk_rows=5, backend="dense",
     )  # fmt: skip
-    assert torch.equal(dense_mask(layout, window), objective._attends(layout)[0].args[0])
+    assert torch.equal(dense_mask(layout, window), objective.attends(layout)[0].args[0])
     final = drafter(
         aux, row.position_ids, block_inputs(embedding, row.token_ids[anchors], spec),
-        block_positions(row.position_ids[anchors], BLOCK_SIZE), objective._attends(layout),
+        block_positions(row.position_ids[anchors], BLOCK_SIZE), objective.attends(layout),
     )  # fmt: skip
     final.retain_grad()
     labels, weights, is_supervised = (part[:num_blocks] for part in supervision_of(row, spec))
     losses, _, _ = head_loss(
-        draft_rows(final, BLOCK_SIZE), head, labels.flatten(), is_supervised.flatten(),
+        final, head, labels.flatten(), is_supervised.flatten(),
         None, None, "cross_entropy", 5,
     )  # fmt: skip
     return (losses * weights.flatten()).sum(), final
@@ -104,15 +103,15 @@ def test_no_query_sees_tokens_at_or_past_its_anchor_or_another_block() -> None:
             assert mask[4 * index + slot].nonzero().flatten().tolist() == context + own
 
 
-def test_slot_0_and_the_padding_block_have_no_gradient_and_all_others_have(
+def test_the_padding_block_has_no_gradient_and_every_other_draft_slot_has(
     drafter: DFlashDrafter,
 ) -> None:
     row = sample_row()
     loss, final = loss_of(row, drafter, row.aux_hidden_states)
     loss.backward()
     assert torch.isfinite(loss)
-    has_gradient = final.grad.view(4, BLOCK_SIZE, -1).abs().amax(-1) > 0
-    assert has_gradient.tolist() == [[False, True, True, True]] * 3 + [[False] * 4]
+    has_gradient = final.grad.view(4, BLOCK_SIZE - 1, -1).abs().amax(-1) > 0
+    assert has_gradient.tolist() == [[True] * 3] * 3 + [[False] * 3]
 
 
 def test_features_have_a_gradient_exactly_before_the_anchors_of_their_sample(
@@ -133,7 +132,7 @@ def test_drafts_do_not_change_with_features_at_or_past_their_anchor(
     changed = row.aux_hidden_states.clone()
     changed[2:20] += 1.0
     _, other = loss_of(row, drafter, changed)
-    blocks, others = final.view(4, BLOCK_SIZE, -1), other.view(4, BLOCK_SIZE, -1)
+    blocks, others = final.view(4, BLOCK_SIZE - 1, -1), other.view(4, BLOCK_SIZE - 1, -1)
     torch.testing.assert_close(blocks[0], others[0])
     torch.testing.assert_close(blocks[2:], others[2:])
     assert (blocks[1] - others[1]).abs().max() > 1e-3, "anchor 7 sees features 2 to 6"

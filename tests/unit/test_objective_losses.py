@@ -27,12 +27,12 @@ def make_objective(
 
 
 def draft_states(objective: DFlashObjective, row: StagedRow) -> Tensor:
-    """Return the network's final hidden states [A, S, H]: what a forward hands to the head."""
+    """Return the network's final hidden states [A, S-1, H]: what a forward hands to the head."""
     kept = []
     hook = objective.drafter.register_forward_hook(lambda _m, _i, output: kept.append(output))
     objective(row)
     hook.remove()
-    return kept[0].view(objective.num_anchors, objective.drafter.spec.block_size, -1)
+    return kept[0].view(objective.num_anchors, objective.drafter.spec.num_draft_tokens, -1)
 
 
 def slot_loss(loss: LossName, z: Tensor, y: Tensor, label: int) -> Tensor:
@@ -48,7 +48,7 @@ def slot_loss(loss: LossName, z: Tensor, y: Tensor, label: int) -> Tensor:
 
 
 def reference(objective: DFlashObjective, row: StagedRow, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss sum and the sum of weights, slot by slot, from final hidden states [A, S, H]."""
+    """Return the loss sum and the sum of weights, slot by slot, from final hidden states [A, S-1, H]."""
     head, spec = objective.head.double(), objective.drafter.spec
     anchors, is_valid = select_anchors(
         row.loss_mask, row.document_ids, row.draw, objective.num_anchors, MAX_DOCUMENTS
@@ -66,7 +66,7 @@ def reference(objective: DFlashObjective, row: StagedRow, states: Tensor) -> tup
             ):
                 break
             y = row.last_hidden_states_normed[where - 1].double() @ head.T
-            z = states[block, k] @ head.T
+            z = states[block, k - 1] @ head.T
             parts.append(slot_loss(objective.loss, z, y, int(row.token_ids[where])))
         if objective.loss == "dpace":
             confidence = [0.5 * (-part.detach()).exp() + 0.5 for part in parts]

@@ -5,7 +5,8 @@
 under the mask of `attention.is_visible`, which neither builds tables nor joins the two kinds of keys.
 On a GPU only; `attention.sdpa` under `attention.dense_mask` is the same function elsewhere.
 
-n heads, g key heads, Q = A * S query rows, T context tokens, d head width.
+n heads, g key heads, A blocks of S slots, Q = A * S, T context tokens, d head width. Queries may be of
+the last SQ slots of each block alone: a last layer needs no more. R = A * SQ query rows.
 """
 
 from typing import Any, NamedTuple
@@ -35,11 +36,11 @@ _SMALLEST_WIDTH = 16
 def attend_blocks(
     layout: BlockLayout,
     layer: LayerWindow,
-    query: Tensor,  # [n, Q, d]
+    query: Tensor,  # [n, R, d]
     context: tuple[Tensor, Tensor],  # keys and values [g, T, d]
     block: tuple[Tensor, Tensor],  # keys and values [g, Q, d]
 ) -> Tensor:
-    """Return [n, Q, d]; `layout` and `layer` may change between replays of a graph."""
+    """Return [n, R, d]; `layout` and `layer` may change between replays of a graph."""
     out, _ = block_attention(
         query, *context, *block, layout.context_start, layout.context_stop, layer.window,
         layer.is_causal, layout.block_size,
@@ -49,7 +50,7 @@ def attend_blocks(
 
 @torch.library.custom_op("ringdraft::block_attention", mutates_args=())
 def block_attention(
-    query: Tensor,  # [n, Q, d]
+    query: Tensor,  # [n, R, d]
     context_key: Tensor,  # [g, T, d]
     context_value: Tensor,  # [g, T, d]
     block_key: Tensor,  # [g, Q, d]
@@ -60,7 +61,7 @@ def block_attention(
     is_causal: Tensor,  # 0-dim bool
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [n, Q, d] and the base-2 log-sum-exp of the scores [n, Q] float32."""
+    """Return the output [n, R, d] and the base-2 log-sum-exp of the scores [n, R] float32."""
     from common.drafters.dflash import block_attention_kernels as kernels
 
     keys_values = [_rows_of(x) for x in (context_key, context_value, block_key, block_value)]
@@ -71,10 +72,10 @@ def block_attention(
     tiles = _fitted(FORWARD, query)
     kernels.forward[(num_heads, -(-num_rows // tiles.rows))](
         query, *keys_values, context_start, context_stop, window, is_causal, out, lse,
-        width**-0.5, context_key.shape[1], num_rows,
+        width**-0.5, context_key.shape[1], num_rows, block_key.shape[1],
         *_strides(query, *keys_values, out),
         BM=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **_constants(query, context_key, block_size),
+        **_constants(query, context_key, block_size, len(context_stop)),
     )  # fmt: skip
     return out, lse
 
@@ -101,12 +102,12 @@ def block_attention_backward(
     keys_values = [_rows_of(x) for x in (context_key, context_value, block_key, block_value)]
     query, d_out, out = _rows_of(query), _rows_of(d_out), _rows_of(out)
     num_heads, num_rows, width = query.shape
-    scale, constants = width**-0.5, _constants(query, context_key, block_size)
+    scale, constants = width**-0.5, _constants(query, context_key, block_size, len(context_stop))
     delta, d_query = torch.empty_like(lse), _like_rows(query)
     tiles = _fitted(BACKWARD_QUERY, query)
     kernels.backward_query[(num_heads, -(-num_rows // tiles.rows))](
         query, *keys_values, context_start, context_stop, window, is_causal, out, lse, d_out,
-        delta, d_query, scale, context_key.shape[1], num_rows,
+        delta, d_query, scale, context_key.shape[1], num_rows, block_key.shape[1],
         *_strides(query, *keys_values, out, d_out, d_query),
         BM=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **constants,
@@ -166,10 +167,11 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in (x.stride(1), x.stride(0))]
 
 
-def _constants(query: Tensor, key: Tensor, block_size: int) -> dict[str, Any]:
+def _constants(query: Tensor, key: Tensor, block_size: int, num_blocks: int) -> dict[str, Any]:
     width = query.shape[-1]
     return {
         "S": block_size,
+        "SQ": query.shape[1] // num_blocks,
         "D": width,
         "WIDTH": max(_SMALLEST_WIDTH, _power_of_two(width)),
         "GROUP": len(query) // len(key),

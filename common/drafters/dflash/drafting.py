@@ -17,12 +17,7 @@ from common.drafters.dflash.attention import (
 )
 from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
 from common.drafters.dflash.model import DFlashDrafter
-from common.drafters.dflash.objective import (
-    attend_dense,
-    block_inputs,
-    block_positions,
-    draft_rows,
-)
+from common.drafters.dflash.objective import attend_dense, block_inputs, block_positions
 
 
 class DraftContext:
@@ -64,13 +59,12 @@ class DraftContext:
             anchor_token_ids: [n] the anchors' tokens.
             anchors: [n] their positions, each at most `num_tokens`.
         """
-        hidden = self.final_hidden_states(anchor_token_ids, anchors)
-        rows = draft_rows(hidden, self._drafter.spec.block_size)
+        rows = self.final_hidden_states(anchor_token_ids, anchors)
         return (rows @ self._head.T).float().view(len(anchors), -1, len(self._head))
 
     @torch.inference_mode()
     def final_hidden_states(self, anchor_token_ids: Tensor, anchors: Tensor) -> Tensor:
-        """Return the blocks' final hidden states [n * S, H], normed."""
+        """Return the draft slots' final hidden states [n * (S - 1), H], normed."""
         spec = self._drafter.spec
         stop = anchors.to(torch.int32)
         layout = BlockLayout(torch.zeros_like(stop), stop, self.num_tokens, spec.block_size)

@@ -8,9 +8,11 @@ Parameter names are those of the published checkpoints. Positions restart in eac
 of a block has the anchor's position + k.
 
 Every slot but the first of a block has the mask token's embedding, so the first layer projects A + 1
-distinct rows and spreads the results: A * (S - 1) products are the same one.
+distinct rows and spreads the results: A * (S - 1) products are the same one. Nothing asks for slot 0
+behind the last layer, which goes on without it once it has made its keys.
 
-T context tokens, H hidden, L kept target layers, A blocks of S slots, Q = A * S, n heads, d head width.
+T context tokens, H hidden, L kept target layers, A blocks of S slots, Q = A * S, n heads, d head width,
+R = Q query rows, or A * (S - 1) in the last layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +25,10 @@ from common.drafters.dflash.config import DrafterSpec
 
 KeysValues = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, KeysValues, KeysValues], Tensor]
-"""(q [n_h, Q, d], k, v of the context [n_kv, T, d], k, v of the blocks [n_kv, Q, d]) -> [n_h, Q, d]."""
+"""(q [n_h, R, d], k, v of the context [n_kv, T, d], k, v of the blocks [n_kv, Q, d]) -> [n_h, R, d]."""
 Rotary = tuple[Tensor, Tensor]
 Spread = Callable[[Tensor], Tensor]
-"""From the rows that are computed on to block rows; `same_rows` or `spread_blocks` of a block size."""
+"""From rows that are computed on to block rows, in the last dimension but one."""
 
 
 class RMSNorm(nn.Module):
@@ -66,11 +68,11 @@ class DraftAttention(nn.Module):
         return rotate(spread(self.k_norm(self._split(k))), rotary), spread(self._split(v))
 
     def queries(self, x: Tensor, rotary: Rotary, spread: Spread) -> Tensor:
-        """Return rotated queries [n_h, Q, d]."""
+        """Return rotated queries [n_h, R, d]."""
         return rotate(spread(self.q_norm(self._split(self.q_proj(x)))), rotary)
 
     def merge(self, heads: Tensor) -> Tensor:
-        """Return [Q, H] from attention output [n_h, Q, d]."""
+        """Return [R, H] from attention output [n_h, R, d]."""
         return self.o_proj(heads.transpose(0, 1).flatten(1))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -107,12 +109,15 @@ class DraftLayer(nn.Module):
         rotary: Rotary,
         attend: Attend,
         spread: Spread,
+        keep: Spread,
     ) -> Tensor:
-        """Return block rows [Q, H] of rows x, whose spread they are, and the context's keys, values."""
+        """Return block rows [R, H] of rows x: `spread` makes block rows of them, `keep` takes R of these."""
         u = self.input_layernorm(x)
         block = self.self_attn.keys_values(u, rotary, spread)
-        heads = attend(self.self_attn.queries(u, rotary, spread), context, block)
-        x = spread(x) + self.self_attn.merge(heads)
+        kept_rotary = (keep(rotary[0]), keep(rotary[1]))
+        queries = self.self_attn.queries(u, kept_rotary, lambda rows: keep(spread(rows)))
+        heads = attend(queries, context, block)
+        x = keep(spread(x)) + self.self_attn.merge(heads)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -162,7 +167,7 @@ class DFlashDrafter(nn.Module):
         block_position_ids: Tensor,  # [Q]
         attends: Sequence[Attend],  # one a layer
     ) -> Tensor:
-        """Return the block rows' final hidden states [Q, H], normed."""
+        """Return the draft rows' final hidden states [A * (S - 1), H], normed."""
         context = self.fuse(aux_hidden_states)
         keys_values = self.context_keys_values(context, position_ids)
         return self.run_blocks(block_inputs, block_position_ids, keys_values, attends)
@@ -174,13 +179,15 @@ class DFlashDrafter(nn.Module):
         context: list[KeysValues],
         attends: Sequence[Attend],  # one a layer
     ) -> Tensor:
-        """Return [Q, H] given the context's keys and values of every layer."""
+        """Return [A * (S - 1), H] given the context's keys and values of every layer."""
         x = block_inputs
         rotary = self.rotary(block_position_ids, x.dtype)
-        spread: Spread = partial(spread_blocks, self.spec.block_size)
-        for layer, keys_values, attend in zip(self.layers, context, attends, strict=True):
-            x = layer(x, keys_values, rotary, attend, spread)
-            spread = same_rows
+        size, last = self.spec.block_size, len(self.layers) - 1
+        parts = zip(self.layers, context, attends, strict=True)
+        for number, (layer, keys_values, attend) in enumerate(parts):
+            spread = partial(spread_blocks, size) if number == 0 else same_rows
+            keep = partial(draft_rows, size) if number == last else same_rows
+            x = layer(x, keys_values, rotary, attend, spread, keep)
         return self.norm(x)
 
 
@@ -210,6 +217,11 @@ def spread_blocks(block_size: int, x: Tensor) -> Tensor:
     anchors, mask = x[..., :-1, None, :], x[..., -1:, None, :]
     shape = (*anchors.shape[:-2], block_size - 1, anchors.shape[-1])
     return torch.cat([anchors, mask.expand(shape)], -2).flatten(-3, -2)
+
+
+def draft_rows(block_size: int, x: Tensor) -> Tensor:
+    """Drop slot 0, which is never supervised: [..., A * S, w] -> [..., A * (S - 1), w]."""
+    return x.unflatten(-2, (-1, block_size))[..., 1:, :].flatten(-3, -2)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

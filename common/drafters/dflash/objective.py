@@ -29,7 +29,7 @@ from common.drafters.dflash.loss import (
     supervise,
 )
 from common.drafters.dflash.metrics import pack_sums
-from common.drafters.dflash.model import Attend, DFlashDrafter, KeysValues
+from common.drafters.dflash.model import Attend, DFlashDrafter, KeysValues, draft_rows
 
 AttentionBackend = Literal["dense", "blocks"]
 
@@ -93,7 +93,7 @@ class DFlashObjective(nn.Module):
             row.position_ids,
             block_inputs(self.embedding, row.token_ids[anchors], spec),
             block_positions(row.position_ids[anchors], spec.block_size),
-            self._attends(layout),
+            self.attends(layout),
         )
         supervision = supervise(
             row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
@@ -112,7 +112,7 @@ class DFlashObjective(nn.Module):
         against_target = needs_target(self.loss)
         num_slots = self.drafter.spec.num_draft_tokens
         losses, is_correct, _ = head_loss(
-            draft_rows(final, self.drafter.spec.block_size),
+            final,
             self.head,
             supervision.labels.flatten(),
             supervision.is_supervised.flatten(),
@@ -123,7 +123,7 @@ class DFlashObjective(nn.Module):
         )
         return losses.view(-1, num_slots), is_correct.view(-1, num_slots)
 
-    def _attends(self, layout: BlockLayout) -> list[Attend]:
+    def attends(self, layout: BlockLayout) -> list[Attend]:
         kinds = {kind: self._attend(layout, kind) for kind in sorted(set(self.layer_kinds))}
         return [kinds[kind] for kind in self.layer_kinds]
 
@@ -146,12 +146,13 @@ def block_positions(anchor_positions: Tensor, block_size: int) -> Tensor:
     return (anchor_positions[:, None] + slots).flatten()
 
 
-def draft_rows(final: Tensor, block_size: int) -> Tensor:
-    """Drop slot 0, which is never supervised: [A*S, H] -> [A*(S-1), H]."""
-    return final.view(-1, block_size, final.shape[-1])[:, 1:].flatten(0, 1)
-
-
 def attend_dense(mask: Tensor, q: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
-    """Attend under a dense mask given first, so that `partial` makes an `Attend` of it."""
+    """Attend under a dense mask [Q, K] given first, so that `partial` makes an `Attend` of it.
+
+    Queries may lack slot 0 of each block.
+    """
+    num_slots, num_queries = len(mask), q.shape[1]
+    if num_queries < num_slots:
+        mask = draft_rows(num_slots // (num_slots - num_queries), mask)
     k, v = (torch.cat(pair, 1) for pair in zip(context, block, strict=True))
     return sdpa(q, k, v, mask)
