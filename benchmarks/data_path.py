@@ -100,7 +100,9 @@ def as_chats(data: Path, chats: Path) -> Path:
     messages: list[Any] = []
     with data.open("rb") as lines, chats.open("w", encoding="utf-8") as output:
         for line in lines:
-            messages += read_conversation(parse(line)).content
+            content = read_conversation(parse(line)).content
+            assert isinstance(content, list), "the demo's data are conversations"
+            messages += content
             if sum(len(m["content"]) + 20 for m in messages) >= 4 * lengths[0]:
                 output.write(json.dumps({"messages": messages}) + "\n")
                 messages, lengths = [], lengths[1:]

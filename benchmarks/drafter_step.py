@@ -1,7 +1,7 @@
 """How long does one drafter step take, and where does the time go? Needs a CUDA GPU.
 
     python -m benchmarks.drafter_step --shape qwen3-8b|qwen3-4b|smollm2 [--window W] [--anchors A]
-        [--vs specforge|specforge_liger] [--kernels] [--json]
+        [--precision bf16|fp8] [--vs specforge|specforge_liger] [--kernels] [--json]
 
 Weights, features and tokens are random: the cost does not depend on them. A row holds four documents
 whose first fifth is unsupervised. `floor_ms` is the multiply-adds of the projections, `fc` and the
@@ -25,9 +25,10 @@ import torch
 
 from common.drafters.dflash.anchors import select_anchors
 from common.drafters.dflash.attention import make_layout
-from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec
+from common.drafters.dflash.config import FULL_ATTENTION, SLIDING_ATTENTION, DrafterSpec, Precision
+from common.drafters.dflash.float8_products import float8_products
 from common.drafters.dflash.loss import head_loss
-from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.model import DFlashDrafter, plain_products
 from common.drafters.dflash.objective import DFlashObjective
 from common.tensors import RowBuffers
 from services.drafter_worker.compile import num_graphs, num_recompiles
@@ -144,10 +145,12 @@ def make_rows(shape: Shape, spec: DrafterSpec) -> list[RowBuffers]:
     return rows
 
 
-def make_stepper(shape: Shape, spec: DrafterSpec, anchors: int, chunk_rows: int) -> Stepper:
+def make_stepper(
+    shape: Shape, spec: DrafterSpec, anchors: int, chunk_rows: int, precision: Precision = "bf16"
+) -> Stepper:
     """Return the worker's own stepper on random weights, compiled and captured."""
     with torch.device("cuda"):
-        drafter = DFlashDrafter(spec)
+        drafter = DFlashDrafter(spec, float8_products if precision == "fp8" else plain_products)
         head = torch.randn(shape.vocab, shape.hidden, dtype=torch.bfloat16) * 0.02
         embedding = torch.randn(shape.vocab, shape.hidden, dtype=torch.bfloat16) * 0.02
     for parameter in drafter.parameters():
@@ -158,13 +161,16 @@ def make_stepper(shape: Shape, spec: DrafterSpec, anchors: int, chunk_rows: int)
     optimizer = MasterOptimizer(drafter.parameters(), masters, OptimizerTable())
     objective = DFlashObjective(
         drafter, embedding=embedding, head=head, num_anchors=anchors, max_documents=64,
-        loss_chunk_rows=chunk_rows, backend="blocks",
+        loss_chunk_rows=chunk_rows, backend="blocks", precision=precision,
     ).cuda()  # fmt: skip
-    ids = [torch.zeros(shape.row_tokens, dtype=torch.int32, device="cuda") for _ in range(3)]
-    buffers = RowBuffers(
-        *ids, torch.zeros(shape.row_tokens, dtype=torch.uint8, device="cuda"),
-        torch.zeros(shape.row_tokens, NUM_AUX * shape.hidden, dtype=torch.bfloat16, device="cuda"),
-    )  # fmt: skip
+    tokens, documents, positions = (
+        torch.zeros(shape.row_tokens, dtype=torch.int32, device="cuda") for _ in range(3)
+    )
+    mask = torch.zeros(shape.row_tokens, dtype=torch.uint8, device="cuda")
+    features = torch.zeros(
+        shape.row_tokens, NUM_AUX * shape.hidden, dtype=torch.bfloat16, device="cuda"
+    )
+    buffers = RowBuffers(tokens, documents, positions, mask, features)
     return Stepper(objective, optimizer, buffers, use_compile=True, use_cuda_graphs=True)
 
 
@@ -233,7 +239,7 @@ def attention_ms(stepper: Stepper, spec: DrafterSpec, shape: Shape) -> float:
     return median_ms(run, 20)
 
 
-def head_ms(stepper: Stepper, chunk_rows: int) -> float:
+def head_ms(stepper: Stepper) -> float:
     """Return the milliseconds of the loss and its hidden gradient."""
     objective = stepper.objective
     rows = objective.num_anchors * objective.drafter.spec.num_draft_tokens
@@ -242,7 +248,10 @@ def head_ms(stepper: Stepper, chunk_rows: int) -> float:
     is_used = torch.ones(rows, dtype=torch.bool, device="cuda")
 
     def run() -> None:
-        head_loss(hidden, objective.head, labels, is_used, None, None, "cross_entropy", chunk_rows)
+        head_loss(
+            hidden, objective.head, labels, is_used, None, None, "cross_entropy",
+            objective.loss_chunk_rows, objective.float8_head,
+        )  # fmt: skip
 
     return median_ms(run, 10)
 
@@ -268,7 +277,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     anchors = options.anchors or shape.anchors
     spec = make_spec(shape, options.window)
     torch.cuda.reset_peak_memory_stats()
-    stepper = make_stepper(shape, spec, anchors, options.chunk_rows)
+    stepper = make_stepper(shape, spec, anchors, options.chunk_rows, options.precision)
     rows = make_rows(shape, spec)
     numbers = itertools.count()
 
@@ -296,13 +305,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "row_tokens": shape.row_tokens,
         "anchors": anchors,
         "window": options.window,
+        "precision": options.precision,
         "step_ms": round(ms, 2),
         "load_ms": round(load_ms, 2),
         "micro_ms": round(micro_ms, 2),
         "tokens_per_second": round(shape.row_tokens / ms * 1e3),
         "floor_ms": round(floor_flops(shape, anchors) / product_rate() * 1e3, 2),
         "attention_ms": round(attention_ms(stepper, spec, shape), 2),
-        "head_ms": round(head_ms(stepper, options.chunk_rows), 2),
+        "head_ms": round(head_ms(stepper), 2),
         "peak_gib": round(peak / 2**30, 2),
         "allocated_change_bytes": change,
         "recompiles": num_recompiles(),
@@ -328,6 +338,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=0)
     parser.add_argument("--chunk-rows", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--vs", choices=("specforge", "specforge_liger"))
     parser.add_argument("--kernels", action="store_true", help="print the kernel table")
     parser.add_argument("--json", action="store_true")

@@ -27,7 +27,8 @@ from common.target.weights import load_embedding_and_head
 from services.drafter_worker.config import WorkerConfig
 from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations
-from services.target_server.packing import PackedRow, RowStream
+from services.target_server.packing import PackedRow
+from services.target_server.row_stream import RowStream
 
 FORMS = {"exact": lambda features: features, "bf16": in_bfloat16, "fp8": in_float8}
 
@@ -45,7 +46,7 @@ def main() -> None:
     worker = load(WorkerConfig, options.config, options.settings)
     objective = make_objective(worker, server.data.max_documents, options.checkpoint)
     sums: dict[str, Tensor] = dict.fromkeys(FORMS, torch.zeros(()))
-    for row, features in captured(server, objective, options.rows):
+    for row, features in captured(server, objective.drafter.spec.target_layer_ids, options.rows):
         for name, form in FORMS.items():
             sums[name] = sums[name] + sums_of(objective, row, form(features), server.run.seed)
     for name, total in sums.items():
@@ -74,14 +75,14 @@ def make_objective(config: WorkerConfig, max_documents: int, checkpoint: Path) -
 
 
 def captured(
-    config: TargetServerConfig, objective: DFlashObjective, num_rows: int
+    config: TargetServerConfig, layer_ids: tuple[int, ...], num_rows: int
 ) -> Iterator[tuple[PackedRow, Tensor]]:
     """Yield the first rows with their features [T, L*H], zeros on padding."""
     tokenizer = load_tokenizer(config.target)
     kwargs = config.target.chat_template_kwargs
     conversations = Conversations(config.data, tokenizer, kwargs, config.run.seed)
     model = load_target(config.target, config.run.device)
-    with FeatureTap(model, objective.drafter.spec.target_layer_ids) as tap:
+    with FeatureTap(model, layer_ids) as tap:
         for row in islice(RowStream(conversations, config.data).rows(), num_rows):
             used = row.used_tokens
             features = run_packed(
@@ -98,9 +99,11 @@ def captured(
 def sums_of(objective: DFlashObjective, row: PackedRow, features: Tensor, seed: int) -> Tensor:
     """Return the packed sums of one row."""
     ids = (row.token_ids, row.document_ids, row.position_ids, row.loss_mask)
-    tensors = (torch.from_numpy(array).to(features.device) for array in ids)
+    tokens, documents, positions, mask = (
+        torch.from_numpy(array).to(features.device) for array in ids
+    )
     draw = torch.tensor((seed, row.sequence, 0), device=features.device)
-    _, sums = objective(StagedRow(*tensors, features, draw))
+    _, sums = objective(StagedRow(tokens, documents, positions, mask, features, draw))
     return sums.double()
 
 

@@ -58,16 +58,21 @@ def tiny_ring(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         endpoint = Path(folder) / "target-0.sock"
         table = RingTable(num_slots=num_slots)
-        owner = stack.enter_context(
-            owner_type(
-                endpoint=endpoint,
-                run="bench",
-                schema=make_schema(),
-                table=table,
-                groups={"main": GroupTable()},
-            )
+        owner = owner_type(
+            endpoint=endpoint,
+            run="bench",
+            schema=make_schema(),
+            table=table,
+            groups={"main": GroupTable()},
         )
-        command = [sys.executable, "-m", "benchmarks.tiny_ring", endpoint, str(int(tells_moments))]
+        stack.enter_context(owner)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.tiny_ring",
+            str(endpoint),
+            str(int(tells_moments)),
+        ]
         workers = []
         for index in range(num_workers):
             worker = subprocess.Popen([*command, f"w{index}"], stdout=subprocess.PIPE)

@@ -78,14 +78,14 @@ def dequantise(values: Tensor, scales: Tensor, out: Tensor) -> None:
         part.copy_(value.float() * scale[:, None])
 
 
-def check_device(device: torch.device) -> None:
-    """Refuse a GPU that has no float8 conversions, before anything runs on it."""
+def check_device(device: torch.device, setting: str = "ring.aux_dtype") -> None:
+    """Refuse a GPU that has no float8, which a setting asks for, before anything runs on it."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ConfigError(
-            f"ring.aux_dtype = 'fp8': {torch.cuda.get_device_name(device)} has compute capability "
+            f"{setting} = 'fp8': {torch.cuda.get_device_name(device)} has compute capability "
             f"{capability[0]}.{capability[1]}, expected 8.9 or higher; set it to 'bf16'"
         )
     _kernels()

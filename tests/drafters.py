@@ -4,7 +4,7 @@ import torch
 
 from common.drafters.dflash.config import FULL_ATTENTION, DrafterSpec
 from common.drafters.dflash.initialise import random_init
-from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.model import DFlashDrafter, Products, plain_products
 from common.drafters.dflash.objective import StagedRow
 
 
@@ -33,9 +33,11 @@ def make_spec(**changes: object) -> DrafterSpec:
     return DrafterSpec(**values)
 
 
-def make_drafter(spec: DrafterSpec, seed: int = 0) -> DFlashDrafter:
+def make_drafter(
+    spec: DrafterSpec, seed: int = 0, products: Products = plain_products
+) -> DFlashDrafter:
     """Return a drafter with weights large enough that every path matters."""
-    drafter = DFlashDrafter(spec)
+    drafter = DFlashDrafter(spec, products)
     random_init(drafter, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -18,8 +18,9 @@ from common.contracts.rows import RowSchema
 from common.contracts.sequences import SequenceSet
 from common.drafters.dflash.checkpoint import load_state, read_spec
 from common.drafters.dflash.config import DrafterSpec, needs_target, resolve_spec
+from common.drafters.dflash.float8_products import float8_products
 from common.drafters.dflash.initialise import init_from_target, random_init
-from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.model import DFlashDrafter, plain_products
 from common.drafters.dflash.objective import DFlashObjective
 from common.errors import CheckpointError, ConfigError
 from common.float8 import check_device
@@ -68,15 +69,11 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     """Make the drafter: from the newest checkpoint of the store, or from its initial weights."""
     device = torch.device(config.run.device)
     target = describe_target(config.target)
-    spec = resolve_spec(
-        config.drafter,
-        target,
-        target_layer_ids=resolve_target_layer_ids(config.target, target.num_layers),
-        mask_token_id=resolve_mask_token_id(
-            config.target, len(load_tokenizer(config.target)), target.vocab_size
-        ),
-    )
-    drafter = DFlashDrafter(spec)
+    spec = make_spec(config, target)
+    in_float8 = config.drafter.precision == "fp8"
+    if in_float8:
+        check_device(device, "drafter.precision")
+    drafter = DFlashDrafter(spec, float8_products if in_float8 else plain_products)
     newest = store.newest()
     if newest is None:
         _initialise(drafter, config, target)
@@ -100,6 +97,18 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
         consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
         progress = Progress(**state)
     return Trainee(spec, drafter, optimizer, progress, consumed, target, template)
+
+
+def make_spec(config: WorkerConfig, target: TargetDescription) -> DrafterSpec:
+    """Return the drafter's shape: the config's, and the target's where that leaves it open."""
+    return resolve_spec(
+        config.drafter,
+        target,
+        target_layer_ids=resolve_target_layer_ids(config.target, target.num_layers),
+        mask_token_id=resolve_mask_token_id(
+            config.target, len(load_tokenizer(config.target)), target.vocab_size
+        ),
+    )
 
 
 def wait_for_schema(
@@ -163,6 +172,7 @@ def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> 
         loss_chunk_rows=config.drafter.loss_chunk_rows,
         backend="blocks" if on_cuda else "dense",
         loss=config.drafter.loss,
+        precision=config.drafter.precision,
     ).to(device)
     return Stepper(
         objective,

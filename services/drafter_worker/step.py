@@ -29,7 +29,7 @@ class Stepper:
         use_cuda_graphs: bool,
     ) -> None:
         self.objective = objective
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._buffers = buffers
         device = buffers.token_ids.device
         draw = torch.zeros(3, dtype=torch.int64, device=device)
@@ -74,7 +74,7 @@ class Stepper:
 
     def update(self, learning_rate: float) -> None:
         """Apply one optimizer step with what has been added."""
-        self._optimizer.learning_rate.fill_(learning_rate)
+        self.optimizer.learning_rate.fill_(learning_rate)
         if self._captured:
             self._captured.update()
         else:
@@ -82,16 +82,16 @@ class Stepper:
 
     def take_sums(self) -> tuple[list[float], float]:
         """Return the packed sums since the last call and the last gradient norm. Syncs."""
-        packed = torch.cat([self._sums, self._optimizer.gradient_norm[None]]).tolist()
+        packed = torch.cat([self._sums, self.optimizer.gradient_norm[None]]).tolist()
         self._sums.zero_()
         return packed[:-1], packed[-1]
 
     def _micro(self) -> None:
         loss, sums = self._forward(self.row)
-        self._optimizer.backward(loss)
+        self.optimizer.backward(loss)
         self._sums += sums
         self._weight_sum += sums[1]
 
     def _update(self) -> None:
-        self._optimizer.update(self._weight_sum)
+        self.optimizer.update(self._weight_sum)
         self._weight_sum.zero_()

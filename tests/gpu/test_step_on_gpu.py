@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
-from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec, Precision
+from common.drafters.dflash.float8_products import float8_products
+from common.drafters.dflash.model import DFlashDrafter, plain_products
 from common.drafters.dflash.objective import DFlashObjective, StagedRow
 from common.tensors import RowBuffers
+from services.drafter_worker.compile import num_recompiles
 from services.drafter_worker.config import OptimizerTable
 from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
@@ -29,19 +31,23 @@ def spec_for(kind: str) -> DrafterSpec:
     return replace(spec, layer_types=(SLIDING_ATTENTION, spec.layer_types[1]), sliding_window=20)
 
 
-def make_objective(drafter: DFlashDrafter, backend: str) -> DFlashObjective:
+def make_objective(
+    drafter: DFlashDrafter, backend: str, precision: Precision = "bf16"
+) -> DFlashObjective:
     device, dtype = "cuda", next(drafter.parameters()).dtype
     embedding, head = (table.to(device, dtype) for table in make_tables(drafter.spec))
     return DFlashObjective(
         drafter, embedding=embedding, head=head, num_anchors=NUM_ANCHORS, max_documents=8,
-        loss_chunk_rows=128, backend=backend,
+        loss_chunk_rows=128, backend=backend, precision=precision,
     ).to(device)  # fmt: skip
 
 
-def make_stepper(spec: DrafterSpec, dtype: torch.dtype, backend: str, fast: bool) -> Stepper:
+def make_stepper(
+    spec: DrafterSpec, dtype: torch.dtype, backend: str, fast: bool, precision: Precision = "bf16"
+) -> Stepper:
     torch.compiler.set_stance("default")
     torch._dynamo.reset()
-    drafter = make_drafter(spec)
+    drafter = make_drafter(spec, products=float8_products if precision == "fp8" else plain_products)
     masters = [p.detach().float().clone().cuda() for p in drafter.parameters()]
     drafter.to("cuda", dtype)
     optimizer = MasterOptimizer(drafter.parameters(), masters, OptimizerTable(learning_rate=1e-3))
@@ -49,7 +55,7 @@ def make_stepper(spec: DrafterSpec, dtype: torch.dtype, backend: str, fast: bool
     ids = [torch.zeros(NUM_TOKENS, dtype=torch.int32, device="cuda") for _ in range(3)]
     mask = torch.zeros(NUM_TOKENS, dtype=torch.uint8, device="cuda")
     features = torch.zeros(NUM_TOKENS, width, dtype=dtype, device="cuda")
-    objective = make_objective(drafter, backend)
+    objective = make_objective(drafter, backend, precision)
     return Stepper(objective, optimizer, RowBuffers(*ids, mask, features),
                    use_compile=fast, use_cuda_graphs=fast)  # fmt: skip
 
@@ -87,19 +93,36 @@ def test_bfloat16_step_follows_the_float32_curve() -> None:
     torch.testing.assert_close(narrow, wide, rtol=5e-2, atol=5e-2)
 
 
-def test_memory_is_flat_and_nothing_recompiles_after_warm_up() -> None:
+def test_float8_step_follows_the_bfloat16_curve() -> None:
+    spec = replace(spec_for("full"), vocab_size=112, mask_token_id=111)
+    curves = [
+        train(
+            make_stepper(spec, torch.bfloat16, "blocks", True, precision), spec, torch.bfloat16, 60
+        )
+        for precision in ("bf16", "fp8")
+    ]
+    plain, narrow = (torch.tensor(curve) for curve in curves)
+    assert not torch.equal(plain, narrow)
+    assert (narrow[-20:].mean() - plain[-20:].mean()).abs() < 0.1 * plain[-20:].mean()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_1000_steps_change_no_memory_compile_nothing_and_never_make_the_host_wait() -> None:
     spec = spec_for("sliding")
     stepper = make_stepper(spec, torch.bfloat16, "blocks", fast=True)
     rows = [buffers_of(make_row(spec, lengths, NUM_TOKENS), torch.bfloat16) for lengths in LENGTHS]
     stepper.take_sums()
     before = torch.cuda.memory_allocated()
-    for step in range(300):
+    torch.cuda.set_sync_debug_mode("error")
+    for step in range(1000):
         stepper.load(rows[step % len(rows)], (1, step, 0))
         stepper.micro()
         stepper.update(1e-3)
+    torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
-    assert stepper.num_graph_replays == 600
+    assert num_recompiles() == 0
+    assert stepper.num_graph_replays == 2000
     sums, norm = stepper.take_sums()
     assert all(value == value for value in (*sums, norm)), "NaN in the sums"
 
@@ -108,5 +131,5 @@ def test_warm_up_leaves_the_weights_alone() -> None:
     spec = spec_for("full")
     expected = [p.detach().clone() for p in make_drafter(spec).parameters()]
     stepper = make_stepper(spec, torch.float32, "blocks", fast=True)
-    for got, want in zip(stepper._optimizer.masters, expected, strict=True):
+    for got, want in zip(stepper.optimizer.masters, expected, strict=True):
         assert torch.equal(got.cpu(), want)

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 FORWARD = Tiles(64, 64, 4, 3)
 BACKWARD_QUERY = Tiles(64, 32, 4, 2)
-BACKWARD_KEYS = Tiles(64, 64, 4, 1)
+BACKWARD_KEYS = Tiles(64, 64, 4, 2)
 _MIN_DOT = 16
 _SMALLEST_WIDTH = 16
 

@@ -13,6 +13,9 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 LossName = Literal["cross_entropy", "dpace", "kl", "total_variation", "lk"]
+Precision = Literal["bf16", "fp8"]
+FLOAT8_MULTIPLE = 16
+"""Sizes that float8 products are made of."""
 _LOSSES_AGAINST_TARGET = ("kl", "total_variation", "lk")
 
 
@@ -54,6 +57,8 @@ class DrafterTable(Table):
     """Layers that stay full where `sliding_window` is set."""
     loss_chunk_rows: int = Field(default=1024, ge=1)
     """Rows of the head's product that exist at once."""
+    precision: Precision = "bf16"
+    """Matrix products on CUDA: bfloat16, or `fp8` for projections and the head's logits."""
     compile: bool = True
     """Compile the step with torch.compile; needed on CUDA."""
     cuda_graphs: bool = True
@@ -149,7 +154,7 @@ def resolve_spec(
         raise ConfigError(
             f"drafter.num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}"
         )
-    return DrafterSpec(
+    spec = DrafterSpec(
         num_layers=table.num_layers,
         block_size=table.block_size,
         hidden_size=target.hidden_size,
@@ -168,6 +173,25 @@ def resolve_spec(
         sliding_window=table.sliding_window,
         loss_decay_gamma=table.loss_decay_gamma,
     )
+    if table.precision == "fp8":
+        _check_sizes_for_float8(spec)
+    return spec
+
+
+def _check_sizes_for_float8(spec: DrafterSpec) -> None:
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_heads * head_dim": spec.num_heads * spec.head_dim,
+        "num_kv_heads * head_dim": spec.num_kv_heads * spec.head_dim,
+        "vocab_size": spec.vocab_size,
+    }
+    wrong = {name: size for name, size in sizes.items() if size % FLOAT8_MULTIPLE}
+    if wrong:
+        raise ConfigError(
+            f"drafter.precision 'fp8' needs sizes in multiples of {FLOAT8_MULTIPLE}: got "
+            f"{', '.join(f'{name} {size}' for name, size in wrong.items())}; set it to 'bf16'"
+        )
 
 
 def _layer_types(table: DrafterTable) -> tuple[str, ...]:

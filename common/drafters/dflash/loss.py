@@ -10,11 +10,12 @@ depend on the losses, as D-PACE's do.
 A anchors, S slots, R = A * (S - 1) draft rows, H hidden, V vocabulary.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from common.drafters.dflash.float8_products import Scaled, product, scaled
 from common.drafters.dflash.row_losses import RowLoss, against_target, cross_entropy
 
 _DPACE_ALPHA = 0.5
@@ -82,6 +83,7 @@ def head_loss(
     target_tokens: Tensor | None,  # [R] int64, which of them predicts the label
     kind: str,  # a RowLoss; all but cross-entropy need the target's
     chunk_rows: int,
+    float8_head: list[Tensor],  # the fields of `Scaled` of the head, for float8 products
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses [R] float32, whether argmax is the label [R] bool, d(loss)/d(hidden) [R, H].
 
@@ -95,17 +97,48 @@ def head_loss(
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     is_correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     gradient = torch.empty_like(hidden)
+    in_float8 = Scaled(*float8_head) if float8_head else None
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, min(start + chunk_rows, len(hidden)))
-        logits, target_logits = hidden[rows] @ head.T, None
+        logits, target_logits = _logits(hidden[rows], head, in_float8), None
         if target_hidden is not None and target_tokens is not None:
             target_logits = target_hidden[target_tokens[rows]] @ head.T
-        slopes = _slopes(
-            logits, target_logits, labels[rows], is_used[rows], cast("RowLoss", kind),
-            losses[rows], is_correct[rows],
-        )  # fmt: skip
-        torch.mm(slopes, head, out=gradient[rows])
+        results = losses[rows], is_correct[rows]
+        if in_float8 is not None and target_logits is None:
+            chances = _float8_chances(logits, labels[rows], is_used[rows], *results)
+            columns = in_float8.columns, in_float8.column_scales
+            # The label's own part is exact, so that float8's range is there for the others.
+            exact = head[labels[rows]] * is_used[rows, None]
+            gradient[rows] = product(*chances, *columns, hidden.dtype) - exact
+        else:
+            slopes = _slopes(
+                logits, target_logits, labels[rows], is_used[rows], cast("RowLoss", kind), *results
+            )
+            torch.mm(slopes, head, out=gradient[rows])
     return losses, is_correct, gradient
+
+
+def _logits(hidden: Tensor, head: Tensor, in_float8: Scaled | None) -> Tensor:
+    """Return draft logits [R, V]."""
+    if in_float8 is None:
+        return hidden @ head.T
+    rows = scaled(hidden, by_columns=False)
+    return product(
+        rows.rows, rows.row_scales, in_float8.rows, in_float8.row_scales, hidden.dtype
+    )  # fmt: skip
+
+
+def _float8_chances(
+    logits: Tensor, labels: Tensor, is_used: Tensor, losses: Tensor, is_correct: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fill losses and is_correct of some rows; return softmax(logits) in float8 and scales, zeros if unused."""
+    if logits.is_cuda:
+        from common.drafters.dflash import loss_kernels
+
+        return loss_kernels.cross_entropy_in_float8(logits, labels, is_used, losses, is_correct)
+    _slopes(logits, None, labels, is_used, "cross_entropy", losses, is_correct)
+    in_float8 = scaled(logits.softmax(-1) * is_used[:, None], by_columns=False)
+    return in_float8.rows, in_float8.row_scales
 
 
 def _slopes(
@@ -147,8 +180,9 @@ def _(
     target_tokens: Tensor | None,
     kind: str,
     chunk_rows: int,
+    float8_head: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del head, labels, target_hidden, target_tokens, kind, chunk_rows
+    del head, labels, target_hidden, target_tokens, kind, chunk_rows, float8_head
     return (
         hidden.new_empty(len(hidden), dtype=torch.float32),
         torch.empty_like(is_used),
@@ -156,17 +190,15 @@ def _(
     )
 
 
-def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    del inputs
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.num_float8_parts = len(inputs[-1])
     ctx.save_for_backward(output[2])
 
 
-def _scale_gradient(
-    ctx: torch.autograd.function.FunctionCtx, on_losses: Tensor, *_others: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _scale_gradient(ctx: Any, on_losses: Tensor, *_others: Tensor | None) -> tuple[Any, ...]:
     (gradient,) = ctx.saved_tensors
-    scaled = (gradient * on_losses[:, None]).to(gradient.dtype)
-    return scaled, *(None,) * 7
+    weighted = (gradient * on_losses[:, None]).to(gradient.dtype)
+    return weighted, *(None,) * 7, [None] * ctx.num_float8_parts
 
 
 head_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

@@ -29,6 +29,13 @@ Attend = Callable[[Tensor, KeysValues, KeysValues], Tensor]
 Rotary = tuple[Tensor, Tensor]
 Spread = Callable[[Tensor], Tensor]
 """From rows that are computed on to block rows, in the last dimension but one."""
+Products = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
+"""(rows [M, K], weights [N_i, K] each) -> their products [M, N_i]."""
+
+
+def plain_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Multiply in the tensors' own type."""
+    return [nn.functional.linear(x, weight) for weight in weights]
 
 
 class RMSNorm(nn.Module):
@@ -48,9 +55,10 @@ class RMSNorm(nn.Module):
 class DraftAttention(nn.Module):
     """Block queries over context and block keys; the context never passes q_proj or o_proj."""
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, products: Products) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.products = products
         hidden, width = spec.hidden_size, spec.head_dim
         self.q_proj = nn.Linear(hidden, spec.num_heads * width, bias=False)
         self.k_proj = nn.Linear(hidden, spec.num_kv_heads * width, bias=False)
@@ -59,21 +67,22 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(width, spec.rms_norm_eps)
         self.k_norm = RMSNorm(width, spec.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rotary: Rotary, spread: Spread) -> KeysValues:
-        """Return rotated keys and values [n_kv, Q, d] of rows x."""
-        return self.arrange(self.k_proj(x), self.v_proj(x), rotary, spread)
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Return what rows x are projected to for queries, keys and values."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return self.products(x, [projection.weight for projection in projections])
 
     def arrange(self, k: Tensor, v: Tensor, rotary: Rotary, spread: Spread) -> KeysValues:
         """Return normed and rotated keys, and values, [n_kv, rows, d] of projected rows."""
         return rotate(spread(self.k_norm(self._split(k))), rotary), spread(self._split(v))
 
-    def queries(self, x: Tensor, rotary: Rotary, spread: Spread) -> Tensor:
-        """Return rotated queries [n_h, R, d]."""
-        return rotate(spread(self.q_norm(self._split(self.q_proj(x)))), rotary)
+    def queries(self, q: Tensor, rotary: Rotary, spread: Spread) -> Tensor:
+        """Return normed and rotated queries [n_h, R, d] of projected rows."""
+        return rotate(spread(self.q_norm(self._split(q))), rotary)
 
     def merge(self, heads: Tensor) -> Tensor:
         """Return [R, H] from attention output [n_h, R, d]."""
-        return self.o_proj(heads.transpose(0, 1).flatten(1))
+        return self.products(heads.transpose(0, 1).flatten(1), [self.o_proj.weight])[0]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
@@ -82,23 +91,25 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, products: Products) -> None:
         super().__init__()
+        self.products = products
         self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.products(x, [self.gate_proj.weight, self.up_proj.weight])
+        return self.products(nn.functional.silu(gate) * up, [self.down_proj.weight])[0]
 
 
 class DraftLayer(nn.Module):
     """One pre-norm decoder layer over the block stream."""
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, products: Products) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(spec)
-        self.mlp = DraftMLP(spec)
+        self.self_attn = DraftAttention(spec, products)
+        self.mlp = DraftMLP(spec, products)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
@@ -112,10 +123,10 @@ class DraftLayer(nn.Module):
         keep: Spread,
     ) -> Tensor:
         """Return block rows [R, H] of rows x: `spread` makes block rows of them, `keep` takes R of these."""
-        u = self.input_layernorm(x)
-        block = self.self_attn.keys_values(u, rotary, spread)
+        q, k, v = self.self_attn.project(self.input_layernorm(x))
+        block = self.self_attn.arrange(k, v, rotary, spread)
         kept_rotary = (keep(rotary[0]), keep(rotary[1]))
-        queries = self.self_attn.queries(u, kept_rotary, lambda rows: keep(spread(rows)))
+        queries = self.self_attn.queries(q, kept_rotary, lambda rows: keep(spread(rows)))
         heads = attend(queries, context, block)
         x = keep(spread(x)) + self.self_attn.merge(heads)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -126,20 +137,21 @@ class DFlashDrafter(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, products: Products = plain_products) -> None:
         super().__init__()
         self.spec = spec
+        self.products = products
         num_aux = len(spec.target_layer_ids)
         self.fc = nn.Linear(num_aux * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(spec, products) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         inv_freq, self.rotary_scale = _rotary_constants(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """Return context rows c [T, H] from aux hidden states [T, L*H]."""
-        return self.hidden_norm(self.fc(aux_hidden_states))
+        return self.hidden_norm(self.products(aux_hidden_states, [self.fc.weight])[0])
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """Return cos and sin [rows, d] for positions [rows]."""
@@ -152,7 +164,7 @@ class DFlashDrafter(nn.Module):
         layers = [layer.self_attn for layer in self.layers]
         # One wide product: each layer's is too narrow to fill a GPU.
         weights = [proj.weight for layer in layers for proj in (layer.k_proj, layer.v_proj)]
-        joined = nn.functional.linear(context, torch.cat(weights))
+        (joined,) = self.products(context, [torch.cat(weights)])
         parts = joined.chunk(len(weights), -1)
         return [
             layer.arrange(k, v, rotary, same_rows)

@@ -20,7 +20,14 @@ from common.drafters.dflash.attention import (
     sdpa,
 )
 from common.drafters.dflash.block_attention import attend_blocks
-from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec, LossName, needs_target
+from common.drafters.dflash.config import (
+    SLIDING_ATTENTION,
+    DrafterSpec,
+    LossName,
+    Precision,
+    needs_target,
+)
+from common.drafters.dflash.float8_products import scaled
 from common.drafters.dflash.loss import (
     Supervision,
     dpace_weights,
@@ -64,6 +71,7 @@ class DFlashObjective(nn.Module):
         loss_chunk_rows: int,
         backend: AttentionBackend,
         loss: LossName = "cross_entropy",
+        precision: Precision = "bf16",
     ) -> None:
         super().__init__()
         spec = drafter.spec
@@ -77,6 +85,7 @@ class DFlashObjective(nn.Module):
         self.loss = loss
         self.layer_kinds = [int(kind == SLIDING_ATTENTION) for kind in spec.layer_types]
         windows = torch.tensor([UNBOUNDED_WINDOW, spec.sliding_window or 1], dtype=torch.int32)
+        self.float8_head = list(scaled(head)) if precision == "fp8" else []
         self.register_buffer("windows", windows, persistent=False)
         self.register_buffer("causal", torch.tensor([False, True]), persistent=False)
         self.register_buffer("decay", torch.tensor(spec.decay()), persistent=False)
@@ -120,6 +129,7 @@ class DFlashObjective(nn.Module):
             predicting_tokens(anchors, num_slots, len(row.token_ids)) if against_target else None,
             self.loss if against_target else "cross_entropy",
             self.loss_chunk_rows,
+            self.float8_head,
         )
         return losses.view(-1, num_slots), is_correct.view(-1, num_slots)
 
