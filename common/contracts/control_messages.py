@@ -128,6 +128,8 @@ class WorkerReport(Record):
     recompiles: Count
     graph_replays: Count
     memory_bytes: Count
+    dropped_blocks: Count
+    """Blocks that the head had no room for, so far."""
     refused_messages: dict[str, int]
     """Messages of its rings' owners that it dropped, by reason."""
     checkpoint: str

@@ -20,6 +20,7 @@ _WORKER_COUNTERS = (
     ("drafter_trained_tokens", "trained_tokens", "Tokens trained on."),
     ("drafter_starved_seconds", "starved_seconds", "Seconds spent waiting on an empty ring."),
     ("drafter_recompiles", "recompiles", "Compilations after warm-up."),
+    ("drafter_dropped_blocks", "dropped_blocks", "Blocks that found no room in drafter.head_rows."),
     ("drafter_graph_replays", "graph_replays", "Replays of captured CUDA graphs."),
 )
 _WORKER_GAUGES = (

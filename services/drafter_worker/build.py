@@ -171,6 +171,7 @@ def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> 
         max_documents=schema.max_documents,
         loss_chunk_rows=config.drafter.loss_chunk_rows,
         backend="blocks" if on_cuda else "dense",
+        head_rows=config.drafter.head_rows,
         loss=config.drafter.loss,
         precision=config.drafter.precision,
     ).to(device)

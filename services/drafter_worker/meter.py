@@ -39,6 +39,7 @@ class Meter:
     starved_seconds: float = 0.0
     checkpoint: str = ""
     graph_replays: int = 0
+    dropped_blocks: int = 0
     refused_messages: dict[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
     first_tokens: int = 0
@@ -89,6 +90,7 @@ class Meter:
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
             recompiles=num_recompiles(),
             graph_replays=self.graph_replays,
+            dropped_blocks=self.dropped_blocks,
             memory_bytes=allocated_bytes(self.device),
             refused_messages=self.refused_messages,
             checkpoint=self.checkpoint,

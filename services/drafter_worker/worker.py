@@ -168,6 +168,7 @@ class DrafterWorker:
         sums, norm = parts.stepper.take_sums()
         figures = unpack_sums(sums)
         parts.meter.figures, parts.meter.gradient_norm = figures, norm
+        parts.meter.dropped_blocks += figures.num_dropped_blocks
         if norm != norm or abs(norm) == float("inf"):
             raise NonFiniteTensorError(
                 f"step {progress.step}: the gradient norm is {norm}, the update was skipped; "

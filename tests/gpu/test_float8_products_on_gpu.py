@@ -72,7 +72,7 @@ def test_cross_entropy_s_slopes_in_float8_are_those_in_bfloat16() -> None:
     head = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16) * 0.2
     labels = torch.randint(4096, (300,), device="cuda")
     is_used = torch.arange(300, device="cuda") % 7 != 0
-    rest = (labels, is_used, None, None, "cross_entropy", 128)
+    rest = (labels, is_used, None, None, "cross_entropy", 128, 300)
     losses, is_correct, gradient = head_loss(hidden, head, *rest, [])
     got, got_correct, got_gradient = head_loss(hidden, head, *rest, list(scaled(head)))
     assert 0 < relative_error(got, losses) < TOLERANCE

@@ -70,8 +70,16 @@ def loss_kernels() -> ModuleType:
 @pytest.mark.parametrize("vocab", [61, 2048, 49152])
 def test_op_gives_what_it_gives_on_the_cpu(kind: str, vocab: int) -> None:
     given = on(inputs(kind, vocab), "cpu", torch.float32)
-    losses, is_correct, gradient = head_loss(**given, kind=kind, chunk_rows=64, float8_head=[])
-    got = head_loss(**on(given, "cuda", torch.float32), kind=kind, chunk_rows=128, float8_head=[])
+    losses, is_correct, gradient = head_loss(
+        **given, kind=kind, chunk_rows=64, head_rows=1 << 20, float8_head=[]
+    )
+    got = head_loss(
+        **on(given, "cuda", torch.float32),
+        kind=kind,
+        chunk_rows=128,
+        head_rows=1 << 20,
+        float8_head=[],
+    )
     torch.testing.assert_close(got[0].cpu(), losses, rtol=1e-4, atol=1e-4)
     assert torch.equal(got[1].cpu(), is_correct)
     # The last bit of a logit decides the side of a token on which draft and target agree.
@@ -109,7 +117,9 @@ def test_kernels_give_what_plain_torch_gives_of_the_same_logits(
 def test_rows_that_are_not_used_and_huge_logits_never_give_nan(kind: str) -> None:
     given = on(inputs(kind, 5000, scale=1e4), "cuda", torch.bfloat16)
     given["hidden"][~given["is_used"]] = float("nan")
-    losses, is_correct, gradient = head_loss(**given, kind=kind, chunk_rows=128, float8_head=[])
+    losses, is_correct, gradient = head_loss(
+        **given, kind=kind, chunk_rows=128, head_rows=1 << 20, float8_head=[]
+    )
     unused = ~given["is_used"]
     assert torch.isfinite(losses).all()
     assert torch.isfinite(gradient).all()

@@ -51,7 +51,9 @@ def reference_losses(given: dict[str, Tensor | None], kind: str, hidden: Tensor)
 def test_loss_and_gradient_equal_autograd_in_float64(kind: str, chunk_rows: int) -> None:
     given, weights = inputs(kind), torch.rand(NUM_ROWS)
     given["hidden"].requires_grad_()
-    losses, is_correct, _ = head_loss(**given, kind=kind, chunk_rows=chunk_rows, float8_head=[])
+    losses, is_correct, _ = head_loss(
+        **given, kind=kind, chunk_rows=chunk_rows, head_rows=1 << 20, float8_head=[]
+    )
     (losses * weights).sum().backward()
     hidden = given["hidden"].detach().double().requires_grad_()
     expected = reference_losses(given, kind, hidden)
@@ -66,7 +68,9 @@ def test_loss_and_gradient_equal_autograd_in_float64(kind: str, chunk_rows: int)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_rows_keep_a_float32_loss(kind: str) -> None:
     given = inputs(kind, torch.bfloat16)
-    losses, _, gradient = head_loss(**given, kind=kind, chunk_rows=16, float8_head=[])
+    losses, _, gradient = head_loss(
+        **given, kind=kind, chunk_rows=16, head_rows=1 << 20, float8_head=[]
+    )
     hidden = given["hidden"].double().requires_grad_()
     expected = reference_losses(given, kind, hidden)
     expected.sum().backward()
@@ -81,7 +85,9 @@ def test_bfloat16_rows_keep_a_float32_loss(kind: str) -> None:
 def test_rows_that_are_not_used_count_nothing_even_where_they_are_nan(kind: str) -> None:
     given = inputs(kind)
     given["hidden"][~given["is_used"]] = float("nan")
-    losses, is_correct, gradient = head_loss(**given, kind=kind, chunk_rows=8, float8_head=[])
+    losses, is_correct, gradient = head_loss(
+        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[]
+    )
     assert torch.equal(gradient.abs().amax(-1) > 0, given["is_used"])
     assert torch.equal(losses > 0, given["is_used"])
     assert not is_correct[~given["is_used"]].any()
@@ -100,7 +106,9 @@ def test_huge_logits_stay_finite(kind: str) -> None:
 def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(kind: str) -> None:
     given = inputs(kind)
     given["hidden"] = given["target_hidden"][given["target_tokens"]]
-    losses, _, gradient = head_loss(**given, kind=kind, chunk_rows=8, float8_head=[])
+    losses, _, gradient = head_loss(
+        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[]
+    )
     torch.testing.assert_close(losses, torch.zeros(NUM_ROWS), atol=1e-5, rtol=0)
     assert gradient.abs().max() < 1e-5
 
@@ -109,7 +117,7 @@ def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(kind:
 def test_arguments_are_left_alone(kind: str) -> None:
     given = inputs(kind)
     copies = {name: value.clone() for name, value in given.items() if value is not None}
-    head_loss(**given, kind=kind, chunk_rows=8, float8_head=[])
+    head_loss(**given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[])
     assert all(torch.equal(given[name], value) for name, value in copies.items())
 
 
@@ -117,12 +125,12 @@ def test_arguments_are_left_alone(kind: str) -> None:
 def test_op_holds_what_the_compiler_needs_of_it(kind: str) -> None:
     given = inputs(kind)
     given["hidden"].requires_grad_()
-    torch.library.opcheck(head_loss, (*given.values(), kind, 16, []))
+    torch.library.opcheck(head_loss, (*given.values(), kind, 16, 1 << 20, []))
 
 
 def test_a_loss_against_the_target_without_the_target_is_refused() -> None:
     with pytest.raises(ValueError, match="'kl' got no hidden states of the target"):
-        head_loss(**inputs(), kind="kl", chunk_rows=8, float8_head=[])
+        head_loss(**inputs(), kind="kl", chunk_rows=8, head_rows=1 << 20, float8_head=[])
 
 
 def test_the_target_predicts_slot_k_at_anchor_plus_k_minus_1() -> None:

@@ -13,7 +13,7 @@ WEIGHTS = SUPERVISED * torch.tensor([1.0, 0.5, 0.25])
 
 
 def packed(loss: float = 6.0) -> list[float]:
-    return pack_sums(torch.tensor(loss), WEIGHTS, CORRECT, SUPERVISED).tolist()
+    return pack_sums(torch.tensor(loss), WEIGHTS, CORRECT, SUPERVISED, torch.tensor(2)).tolist()
 
 
 def test_figures_count_supervised_slots_alone() -> None:
@@ -38,7 +38,7 @@ def test_sums_of_rows_add_before_any_division() -> None:
 
 def test_step_without_supervision_has_zeros_and_no_division_by_zero() -> None:
     nothing = torch.zeros_like(SUPERVISED)
-    sums = pack_sums(torch.tensor(0.0), nothing.float(), CORRECT, nothing)
+    sums = pack_sums(torch.tensor(0.0), nothing.float(), CORRECT, nothing, torch.tensor(0))
     assert len(sums) == NUM_SCALARS + 2 * 3
     figures = unpack_sums(sums.tolist())
     assert (figures.loss, figures.accepted_prefix_length, figures.num_blocks) == (0.0, 0.0, 0)
@@ -47,7 +47,7 @@ def test_step_without_supervision_has_zeros_and_no_division_by_zero() -> None:
 
 def test_sums_do_not_hold_on_to_the_graph() -> None:
     loss = torch.tensor(1.0, requires_grad=True) * 2
-    assert not pack_sums(loss, WEIGHTS, CORRECT, SUPERVISED).requires_grad
+    assert not pack_sums(loss, WEIGHTS, CORRECT, SUPERVISED, torch.tensor(2)).requires_grad
 
 
 def decode(prefix_lengths: list[int], num_tokens: int) -> list[int]:

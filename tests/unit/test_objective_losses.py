@@ -8,8 +8,9 @@ from torch import Tensor
 
 from common.drafters.dflash.anchors import select_anchors
 from common.drafters.dflash.config import LossName
+from common.drafters.dflash.metrics import unpack_sums
 from common.drafters.dflash.model import DFlashDrafter
-from common.drafters.dflash.objective import DFlashObjective, StagedRow
+from common.drafters.dflash.objective import DFlashObjective, StagedRow, head_bucket
 from tests.drafters import make_drafter, make_row, make_spec, make_tables
 
 LOSSES = get_args(LossName)
@@ -153,3 +154,36 @@ def test_a_loss_falls_when_it_is_trained_on(loss: LossName) -> None:
         optimizer.step()
         means.append((total / sums[1]).item())
     assert means[-1] < 0.8 * means[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_bucket_that_all_rows_fit_in_changes_nothing(loss: LossName) -> None:
+    spec = make_spec(block_size=8)
+    row = make_row(spec, (18, 11), num_tokens=300)
+    results = []
+    for head_rows in (0, 128):
+        drafter = make_drafter(spec)
+        objective = make_objective(drafter, loss, num_anchors=40)
+        objective.head_rows = head_bucket(head_rows, 40 * 7)
+        total, sums = objective(row)
+        total.backward()
+        results.append([total.detach(), sums, *(p.grad for p in drafter.parameters())])
+    whole, bucket = results
+    assert 0 < whole[1][-7:].sum() <= 128
+    for one, other in zip(whole, bucket, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_blocks_that_find_no_room_are_dropped_from_the_end_and_counted() -> None:
+    spec = make_spec(block_size=8)
+    row = make_row(spec, (190,), num_tokens=300)
+    objective = make_objective(make_drafter(spec), "cross_entropy", num_anchors=64)
+    everything = unpack_sums(objective(row)[1].tolist())
+    objective.head_rows = head_bucket(100, 64 * 7)
+    sums = objective(row)[1]
+    figures = unpack_sums(sums.tolist())
+    assert objective.head_rows == 128
+    assert figures.num_blocks == 128 // 7
+    assert figures.num_blocks + figures.num_dropped_blocks == everything.num_blocks == 64
+    assert everything.num_dropped_blocks == 0
+    assert sums[-7:].tolist() == [figures.num_blocks] * 7

@@ -57,6 +57,9 @@ class DrafterTable(Table):
     """Layers that stay full where `sliding_window` is set."""
     loss_chunk_rows: int = Field(default=1024, ge=1)
     """Rows of the head's product that exist at once."""
+    head_rows: int = Field(default=0, ge=0)
+    """Rows that reach the head a micro-step, up to a multiple of 128; 0: all num_anchors * (block_size - 1).
+    Where the supervised ones are more, whole blocks are dropped from the end and counted."""
     precision: Precision = "bf16"
     """Matrix products on CUDA: bfloat16, or `fp8` for projections and the head's logits."""
     compile: bool = True

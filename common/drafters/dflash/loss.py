@@ -52,6 +52,20 @@ def supervise(
     return Supervision(token_ids[where].to(torch.int64), is_supervised * decay, is_supervised)
 
 
+def fit_blocks(supervision: Supervision, head_rows: int) -> tuple[Supervision, Tensor]:
+    """Take the supervision off whole blocks, from the end, until the rest has at most `head_rows` rows.
+
+    Returns it with how many blocks [] have lost theirs.
+    """
+    supervised = supervision.is_supervised
+    fits = supervised.sum(-1).cumsum(0) <= head_rows
+    num_dropped = (supervised[:, 0] & ~fits).sum()
+    kept = fits[:, None]
+    return Supervision(
+        supervision.labels, supervision.weights * kept, supervised & kept
+    ), num_dropped
+
+
 def predicting_tokens(anchors: Tensor, num_slots: int, num_tokens: int) -> Tensor:
     """Return [A * num_slots] where in the row the target predicts the label of each draft slot.
 
@@ -83,12 +97,26 @@ def head_loss(
     target_tokens: Tensor | None,  # [R] int64, which of them predicts the label
     kind: str,  # a RowLoss; all but cross-entropy need the target's
     chunk_rows: int,
+    head_rows: int,  # how many are used at most: others never reach the head
     float8_head: list[Tensor],  # the fields of `Scaled` of the head, for float8 products
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses [R] float32, whether argmax is the label [R] bool, d(loss)/d(hidden) [R, H].
 
     A row that is not used is not looked at: loss and gradient are 0, its argmax is not the label.
     """
+    if head_rows < len(hidden):
+        # The used rows, and others behind them up to a fixed number: no host sync.
+        place = is_used.to(torch.uint8).argsort(descending=True, stable=True)[:head_rows]
+        tokens = None if target_tokens is None else target_tokens[place]
+        packed = head_loss(
+            hidden[place], head, labels[place], is_used[place], target_hidden, tokens, kind,
+            chunk_rows, head_rows, float8_head,
+        )  # fmt: skip
+        losses, is_correct, gradient = (
+            part.new_zeros(len(hidden), *part.shape[1:]).index_copy_(0, place, part)
+            for part in packed
+        )
+        return losses, is_correct, gradient
     if (kind == "cross_entropy") != (target_hidden is None):
         has = "no" if target_hidden is None else "the"
         raise ValueError(
@@ -180,9 +208,10 @@ def _(
     target_tokens: Tensor | None,
     kind: str,
     chunk_rows: int,
+    head_rows: int,
     float8_head: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del head, labels, target_hidden, target_tokens, kind, chunk_rows, float8_head
+    del head, labels, target_hidden, target_tokens, kind, chunk_rows, head_rows, float8_head
     return (
         hidden.new_empty(len(hidden), dtype=torch.float32),
         torch.empty_like(is_used),
@@ -198,7 +227,7 @@ def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _scale_gradient(ctx: Any, on_losses: Tensor, *_others: Tensor | None) -> tuple[Any, ...]:
     (gradient,) = ctx.saved_tensors
     weighted = (gradient * on_losses[:, None]).to(gradient.dtype)
-    return weighted, *(None,) * 7, [None] * ctx.num_float8_parts
+    return weighted, *(None,) * 8, [None] * ctx.num_float8_parts
 
 
 head_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_SCALARS = 4
+NUM_SCALARS = 5
 
 
 def pack_sums(
@@ -17,13 +17,14 @@ def pack_sums(
     weights: Tensor,  # [A, S-1] float32
     is_correct: Tensor,  # [A, S-1] bool
     is_supervised: Tensor,  # [A, S-1] bool
+    num_dropped: Tensor,  # [] blocks that found no room
 ) -> Tensor:
-    """Return [4 + 2 (S-1)] float32: loss, weight, prefix and block sums, then correct and
+    """Return [5 + 2 (S-1)] float32: loss, weight, prefix, block and dropped sums, then correct and
     supervised counts a slot."""
     right = is_correct & is_supervised
     prefix = right.to(torch.float32).cumprod(-1).sum()
     blocks = is_supervised[:, 0].sum().to(torch.float32)
-    scalars = torch.stack([loss.detach(), weights.sum(), prefix, blocks])
+    scalars = torch.stack([loss.detach(), weights.sum(), prefix, blocks, num_dropped.float()])
     return torch.cat([scalars, right.sum(0).float(), is_supervised.sum(0).float()])
 
 
@@ -39,11 +40,13 @@ class StepFigures:
     """Mean length of the all-correct prefix a block, bonus excluded."""
     num_blocks: int
     """Blocks with at least one supervised slot."""
+    num_dropped_blocks: int
+    """Blocks whose rows the head had no room for: drafter.head_rows."""
 
 
 def unpack_sums(sums: Sequence[float]) -> StepFigures:
     """Divide packed sums (any number of rows added together)."""
-    loss, weight, prefix, blocks = sums[:NUM_SCALARS]
+    loss, weight, prefix, blocks, dropped = sums[:NUM_SCALARS]
     num_slots = (len(sums) - NUM_SCALARS) // 2
     right = sums[NUM_SCALARS : NUM_SCALARS + num_slots]
     supervised = sums[NUM_SCALARS + num_slots :]
@@ -54,6 +57,7 @@ def unpack_sums(sums: Sequence[float]) -> StepFigures:
         ),
         accepted_prefix_length=prefix / blocks if blocks else 0.0,
         num_blocks=int(blocks),
+        num_dropped_blocks=int(dropped),
     )
 
 

@@ -31,6 +31,7 @@ from common.drafters.dflash.float8_products import scaled
 from common.drafters.dflash.loss import (
     Supervision,
     dpace_weights,
+    fit_blocks,
     head_loss,
     predicting_tokens,
     supervise,
@@ -39,6 +40,7 @@ from common.drafters.dflash.metrics import pack_sums
 from common.drafters.dflash.model import Attend, DFlashDrafter, KeysValues, draft_rows
 
 AttentionBackend = Literal["dense", "blocks"]
+_HEAD_TILE = 128
 
 
 class StagedRow(NamedTuple):
@@ -70,6 +72,7 @@ class DFlashObjective(nn.Module):
         max_documents: int,
         loss_chunk_rows: int,
         backend: AttentionBackend,
+        head_rows: int = 0,
         loss: LossName = "cross_entropy",
         precision: Precision = "bf16",
     ) -> None:
@@ -81,6 +84,7 @@ class DFlashObjective(nn.Module):
         self.num_anchors = num_anchors
         self.max_documents = max_documents
         self.loss_chunk_rows = loss_chunk_rows
+        self.head_rows = head_bucket(head_rows, num_anchors * spec.num_draft_tokens)
         self.backend = backend
         self.loss = loss
         self.layer_kinds = [int(kind == SLIDING_ATTENTION) for kind in spec.layer_types]
@@ -104,15 +108,18 @@ class DFlashObjective(nn.Module):
             block_positions(row.position_ids[anchors], spec.block_size),
             self.attends(layout),
         )
-        supervision = supervise(
-            row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
+        supervision, num_dropped = fit_blocks(
+            supervise(
+                row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
+            ),
+            self.head_rows,
         )
         losses, is_correct = self._losses(final, row, anchors, supervision)
         weights = supervision.weights
         if self.loss == "dpace":
             weights = dpace_weights(losses.detach(), supervision.is_supervised)
         loss = (weights * losses).sum()
-        return loss, pack_sums(loss, weights, is_correct, supervision.is_supervised)
+        return loss, pack_sums(loss, weights, is_correct, supervision.is_supervised, num_dropped)
 
     def _losses(
         self, final: Tensor, row: StagedRow, anchors: Tensor, supervision: Supervision
@@ -129,6 +136,7 @@ class DFlashObjective(nn.Module):
             predicting_tokens(anchors, num_slots, len(row.token_ids)) if against_target else None,
             self.loss if against_target else "cross_entropy",
             self.loss_chunk_rows,
+            self.head_rows,
             self.float8_head,
         )
         return losses.view(-1, num_slots), is_correct.view(-1, num_slots)
@@ -142,6 +150,12 @@ class DFlashObjective(nn.Module):
         if self.backend == "dense":
             return partial(attend_dense, dense_mask(layout, window))
         return partial(attend_blocks, layout, window)
+
+
+def head_bucket(head_rows: int, num_rows: int) -> int:
+    """Return how many rows reach the head: all, or as many as asked for, up to a whole tile."""
+    whole = -(-head_rows // _HEAD_TILE) * _HEAD_TILE
+    return min(whole, num_rows) if head_rows else num_rows
 
 
 def block_inputs(embedding: Tensor, anchor_token_ids: Tensor, spec: DrafterSpec) -> Tensor:
