@@ -85,6 +85,14 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
+def process_age_seconds() -> float:
+    """Return the time since the kernel made this process, the interpreter's own start included."""
+    # The command's name, in brackets, may hold blanks; the start is field 22, in clock ticks.
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    started_at = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at
+
+
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGTERM) -> None:
     """Have the kernel signal this child when its parent dies; for `preexec_fn`.
 

@@ -125,6 +125,15 @@ class WorkerReport(Record):
     step_seconds: float
     """Median of the last steps."""
     last_step_age_seconds: float | None
+    seconds_to_first_step: float | None
+    """From the process's start to the end of its first optimizer step."""
+    compile_seconds: float
+    """Of these, compiling and capturing."""
+    compile_wait_seconds: float
+    """Of these, waiting for a worker that compiled the same."""
+    compile_cache_hits: Count
+    """Graphs that the cache of compiled code had."""
+    compile_cache_misses: Count
     recompiles: Count
     graph_replays: Count
     memory_bytes: Count

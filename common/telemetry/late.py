@@ -21,12 +21,12 @@ class LateService:
 
     def __init__(self) -> None:
         self._service: Controlled | None = None
-        self._phase: Phase = "loading"
+        self._state = ServiceState("loading")
         self._kept: list[Command] = []
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, detail: str = "") -> None:
         """Say what the service does before it runs."""
-        self._phase = phase
+        self._state = ServiceState(phase, detail)
 
     def bind(self, service: Controlled) -> None:
         """The service is there: hand it what was kept."""
@@ -35,8 +35,8 @@ class LateService:
             service.obey(self._kept.pop(0))
 
     def describe(self) -> ServiceState:
-        """Return the service's state, or its phase until it runs."""
-        return self._service.describe() if self._service else ServiceState(self._phase)
+        """Return the service's state, or what it was said to do until it runs."""
+        return self._service.describe() if self._service else self._state
 
     def obey(self, command: Command) -> None:
         """Pass a command on, or keep it."""

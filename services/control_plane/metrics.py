@@ -19,6 +19,8 @@ _WORKER_COUNTERS = (
     ("drafter_trained_rows", "trained_rows", "Rows trained on."),
     ("drafter_trained_tokens", "trained_tokens", "Tokens trained on."),
     ("drafter_starved_seconds", "starved_seconds", "Seconds spent waiting on an empty ring."),
+    ("drafter_compile_cache_hits", "compile_cache_hits", "Graphs found compiled."),
+    ("drafter_compile_cache_misses", "compile_cache_misses", "Graphs not found compiled."),
     ("drafter_recompiles", "recompiles", "Compilations after warm-up."),
     ("drafter_dropped_blocks", "dropped_blocks", "Blocks that found no room in drafter.head_rows."),
     ("drafter_graph_replays", "graph_replays", "Replays of captured CUDA graphs."),
@@ -31,6 +33,11 @@ _WORKER_GAUGES = (
     ("drafter_learning_rate", "learning_rate", "Learning rate."),
     ("drafter_gradient_norm", "gradient_norm", "Norm of the gradient before clipping."),
     ("drafter_step_seconds", "step_seconds", "Median time of the last steps."),
+    ("drafter_seconds_to_first_step", "seconds_to_first_step",
+     "From the process's start to the end of its first step."),
+    ("drafter_compile_seconds", "compile_seconds", "Of these, compiling and capturing."),
+    ("drafter_compile_wait_seconds", "compile_wait_seconds",
+     "Of these, waiting for a worker that compiled the same."),
     ("drafter_memory_bytes", "memory_bytes", "Allocated memory."),
 )  # fmt: skip
 _TARGET_COUNTERS = (

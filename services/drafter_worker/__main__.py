@@ -11,6 +11,7 @@ from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
 from services.drafter_worker.claim import claim_index
+from services.drafter_worker.compile_cache import open_cache
 from services.drafter_worker.config import WorkerConfig
 
 
@@ -33,11 +34,12 @@ def main(stop: threading.Event) -> None:
             on_command=late.obey,
         )
         stack.enter_context(link)
-        # They come after the config is known to be good.
+        cache = open_cache(config.drafter.compile_cache) if run.device == "cuda" else None
+        # They come after the config is known to be good, and after the cache is set.
         with heavy_imports():
-            from services.drafter_worker.assemble import open_worker
+            from services.drafter_worker.assemble import Place, open_worker
 
-        worker = open_worker(config, index, instance, stop, stack, late.enter)
+        worker = open_worker(config, Place(index, instance, cache), stop, stack, late.enter)
         if worker is not None:
             late.bind(worker)
             worker.run()

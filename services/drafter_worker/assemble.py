@@ -2,7 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,33 +17,53 @@ from common.ring.worker_rings import WorkerRings
 from common.telemetry.metrics import MetricsLog
 from common.tensors import StagingBuffers
 from services.drafter_worker.build import (
+    Trainee,
+    build_objective,
     build_stepper,
     build_trainee,
     check_schema,
+    compile_key,
     describe_run,
     wait_for_schema,
 )
 from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.compile_cache import CompileTurn
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
 from services.drafter_worker.meter import Meter
+from services.drafter_worker.step import Stepper
 from services.drafter_worker.stream import TargetWatch
 from services.drafter_worker.worker import DrafterWorker, Parts
 
 
+class Enter(Protocol):
+    """Is told what the worker does before it runs."""
+
+    def __call__(self, phase: Phase, detail: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who a worker is, and where it keeps compiled code."""
+
+    index: int
+    instance: str
+    cache: Path | None
+    """None: nothing is compiled."""
+
+
 def open_worker(
     config: WorkerConfig,
-    index: int,
-    instance: str,
+    place: Place,
     stop: threading.Event,
     stack: contextlib.ExitStack,
-    enter: Callable[[Phase], None],
+    enter: Enter,
 ) -> DrafterWorker | None:
     """Load, connect, compile; `stack` closes what is open. None: nothing is to be trained."""
-    run, training = config.run, config.training
+    run, training, instance = config.run, config.training, place.instance
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    own = run.directory / "checkpoints" / training.group / str(index)
+    own = run.directory / "checkpoints" / training.group / str(place.index)
     store = CheckpointStore(own, training.keep_checkpoints)
     trainee = build_trainee(config, store)
     rings = stack.enter_context(
@@ -62,12 +85,16 @@ def open_worker(
         return None
     check_schema(schema, config, trainee)
     enter("compiling")
-    stepper = build_stepper(config, trainee, schema)
+    meter = Meter(training.group, place.index, run.device, trainee.progress)
+    stepper = compile_in_turn(
+        config, trainee, schema, place=place, meter=meter, stop=stop, enter=enter
+    )
+    if stepper is None:
+        return None
     feed = stack.enter_context(
         contextlib.closing(open_feed(config, rings, watch, schema, trainee.working_dtype))
     )
     metrics = stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl"))
-    meter = Meter(training.group, index, run.device, trainee.progress)
     parts = Parts(
         trainee=trainee,
         rings=rings,
@@ -80,6 +107,29 @@ def open_worker(
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )
     return DrafterWorker(config, parts, stop)
+
+
+def compile_in_turn(
+    config: WorkerConfig,
+    trainee: Trainee,
+    schema: RowSchema,
+    *,
+    place: Place,
+    meter: Meter,
+    stop: threading.Event,
+    enter: Enter,
+) -> Stepper | None:
+    """Build the stepper, where it compiles after a worker that compiles the same; None when stopped."""
+    objective = build_objective(config, trainee, schema)
+    build = partial(build_stepper, config, trainee, schema, objective)
+    if place.cache is None:
+        return build()
+    turn = CompileTurn(
+        place.cache, compile_key(config, trainee, schema), f"worker {place.instance}"
+    )
+    stepper = turn.take(build, stop, partial(enter, "compiling"))
+    meter.compile_seconds, meter.compile_wait_seconds = turn.compile_seconds, turn.waited_seconds
+    return stepper
 
 
 def open_feed(

@@ -1,13 +1,14 @@
 """Puts a drafter worker together: session, drafter, buffers, optimizer, checkpoints."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import platform
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -157,31 +158,49 @@ def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> N
     _check_template(schema.template_fingerprint, config, trainee)
 
 
-def build_stepper(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> Stepper:
-    """Put the objective on its static buffers; on CUDA this compiles and captures."""
+def build_objective(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> DFlashObjective:
+    """Join the drafter with the target's embedding and head."""
     device = torch.device(config.run.device)
-    dtype = trainee.working_dtype
-    tables = load_embedding_and_head(config.target, device, dtype)
-    on_cuda = device.type == "cuda"
-    objective = DFlashObjective(
+    tables = load_embedding_and_head(config.target, device, trainee.working_dtype)
+    return DFlashObjective(
         trainee.drafter,
         embedding=tables.embedding,
         head=tables.head,
         num_anchors=config.drafter.num_anchors,
         max_documents=schema.max_documents,
         loss_chunk_rows=config.drafter.loss_chunk_rows,
-        backend="blocks" if on_cuda else "dense",
+        backend="blocks" if device.type == "cuda" else "dense",
         head_rows=config.drafter.head_rows,
         loss=config.drafter.loss,
         precision=config.drafter.precision,
     ).to(device)
+
+
+def build_stepper(
+    config: WorkerConfig, trainee: Trainee, schema: RowSchema, objective: DFlashObjective
+) -> Stepper:
+    """Put the objective on its static buffers; on CUDA this compiles and captures."""
+    device = torch.device(config.run.device)
+    on_cuda = device.type == "cuda"
     return Stepper(
         objective,
         trainee.optimizer,
-        RowBuffers.allocate(schema, device, dtype),
+        RowBuffers.allocate(schema, device, trainee.working_dtype),
         use_compile=on_cuda and config.drafter.compile,
         use_cuda_graphs=on_cuda and config.drafter.cuda_graphs,
     )
+
+
+def compile_key(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> str:
+    """Name what a worker compiles: kernels, and graphs of these shapes for this GPU."""
+    what = {
+        "gpu": torch.cuda.get_device_name(),
+        "spec": asdict(trainee.spec),
+        "drafter": config.drafter.model_dump(mode="json", exclude={"compile_cache", "init"}),
+        "optimizer": config.optimizer.kind,
+        "row": [schema.row_tokens, schema.max_documents, schema.has_last_hidden_states_normed],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe_run(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> dict[str, Any]:

@@ -5,7 +5,7 @@ its main thread, and no other thread touches compiled code. After warm-up a reco
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.utils import counters
@@ -34,6 +34,24 @@ def num_graphs() -> int:
 def num_recompiles() -> int:
     """Return how many graphs this process has compiled since `refuse_recompiles`."""
     return max(0, num_graphs() - _num_warm_graphs)
+
+
+class CacheCounts(NamedTuple):
+    """Graphs looked up in torch's caches by this process: AOTAutograd's, then Inductor's of both ways."""
+
+    hits: int
+    misses: int
+    """Graphs that were not there, or that torch does not keep."""
+
+
+def cache_counts() -> CacheCounts:
+    """Return how much of what was compiled the cache had."""
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    hits, *misses = (
+        int(aot[f"autograd_cache_{end}"]) + int(inductor[f"fxgraph_cache_{end}"])
+        for end in ("hit", "miss", "bypass")
+    )
+    return CacheCounts(hits, sum(misses))
 
 
 class CapturedStep:

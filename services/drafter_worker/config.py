@@ -101,10 +101,6 @@ class WorkerConfig(Table):
             raise ValueError(
                 f"training.group {self.training.group!r} is not in [groups]: {sorted(self.groups)}"
             )
-        if self.run.device == "cuda" and not self.drafter.compile and self.drafter.cuda_graphs:
-            raise ValueError(
-                "drafter.cuda_graphs needs drafter.compile on CUDA; set both or neither"
-            )
         if needs_target(self.drafter.loss) and not self.target.last_hidden_states_normed:
             raise ValueError(
                 f"drafter.loss {self.drafter.loss!r} compares with the target's distribution, which "

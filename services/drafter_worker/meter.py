@@ -1,5 +1,6 @@
 """What a worker says of itself: durations, figures, and the report made of them."""
 
+import logging
 import resource
 import statistics
 import time
@@ -11,9 +12,11 @@ import torch
 
 from common.contracts.control_messages import WorkerReport
 from common.drafters.dflash.metrics import StepFigures
-from services.drafter_worker.compile import num_recompiles
+from common.lifecycle import process_age_seconds
+from services.drafter_worker.compile import cache_counts, num_recompiles
 
 _RECENT_STEPS = 32
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +45,9 @@ class Meter:
     dropped_blocks: int = 0
     refused_messages: dict[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
+    compile_seconds: float = 0.0
+    compile_wait_seconds: float = 0.0
+    seconds_to_first_step: float | None = None
     first_tokens: int = 0
     train_seconds: float = 0.0
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
@@ -60,6 +66,21 @@ class Meter:
         if num_steps:
             self._step_seconds.append((now - began_at) / num_steps)
 
+    def step_done(self) -> None:
+        """An optimizer step has been applied; the first one is waited for, and told."""
+        if self.seconds_to_first_step is not None:
+            return
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds_to_first_step = process_age_seconds()
+        cache = cache_counts()
+        _log.info(
+            "first step %.1f s after the process began; %.1f s of it compiling (cache: %d hits, "
+            "%d misses), %.1f s waiting for another worker to compile",
+            self.seconds_to_first_step, self.compile_seconds, cache.hits, cache.misses,
+            self.compile_wait_seconds,
+        )  # fmt: skip
+
     @property
     def tokens_per_second(self) -> float:
         """Row tokens trained on a second, waits included."""
@@ -70,7 +91,7 @@ class Meter:
         """Return the worker's report."""
         progress, figures = self.progress, self.figures
         recent = list(self._step_seconds)
-        last = self._last_row_at
+        last, cache = self._last_row_at, cache_counts()
         return WorkerReport(
             group=self.group,
             index=self.index,
@@ -88,6 +109,11 @@ class Meter:
             starved_seconds=self.starved_seconds,
             step_seconds=statistics.median(recent) if recent else 0.0,
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
+            seconds_to_first_step=self.seconds_to_first_step,
+            compile_seconds=self.compile_seconds,
+            compile_wait_seconds=self.compile_wait_seconds,
+            compile_cache_hits=cache.hits,
+            compile_cache_misses=cache.misses,
             recompiles=num_recompiles(),
             graph_replays=self.graph_replays,
             dropped_blocks=self.dropped_blocks,

@@ -39,13 +39,15 @@ class Stepper:
         self._weight_sum = torch.zeros((), device=device)
         self._forward = compile_whole(objective) if use_compile else objective
         self._captured: CapturedStep | None = None
+        # The buffers hold no supervised token yet, so the first runs leave the weights alone.
+        if use_cuda_graphs:
+            self._captured = CapturedStep(self._micro, self._update)
+        elif use_compile:
+            self._micro()
+            self._update()
         if use_compile:
-            # The buffers hold no supervised token yet, so these runs leave the weights alone.
-            self._captured = CapturedStep(self._micro, self._update) if use_cuda_graphs else None
-            if self._captured is None:
-                self._micro()
-                self._update()
             refuse_recompiles()
+        if use_compile or use_cuda_graphs:
             self._sums.zero_()
             optimizer.num_skipped.zero_()
 

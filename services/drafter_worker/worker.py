@@ -158,6 +158,7 @@ class DrafterWorker:
         parts.meter.learning_rate = self._schedule.at(progress.step, self._position.num_rows)
         parts.stepper.update(parts.meter.learning_rate)
         progress.step += 1
+        parts.meter.step_done()
         parts.rings.mark_consumed(self._pending)
         self._pending = set()
         if progress.step % self._config.training.log_steps == 0:
@@ -222,6 +223,8 @@ class DrafterWorker:
             "train_seconds": meter.train_seconds,
             "tokens_per_second": meter.tokens_per_second,
             "starved_seconds": meter.starved_seconds,
+            "seconds_to_first_step": meter.seconds_to_first_step,
+            "compile_seconds": meter.compile_seconds,
             "checkpoint": meter.checkpoint,
             "group": meter.group,
             "index": meter.index,

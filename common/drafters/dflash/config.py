@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
@@ -63,9 +64,11 @@ class DrafterTable(Table):
     precision: Precision = "bf16"
     """Matrix products on CUDA: bfloat16, or `fp8` for projections and the head's logits."""
     compile: bool = True
-    """Compile the step with torch.compile; needed on CUDA."""
+    """Compile the step with torch.compile; used on CUDA."""
+    compile_cache: Path = Path("~/.cache/ringdraft/compile")
+    """Folder of compiled code, which runs and workers share; used on CUDA."""
     cuda_graphs: bool = True
-    """Capture the step in CUDA graphs; used on CUDA."""
+    """Capture the step, compiled or not, in CUDA graphs; used on CUDA."""
 
     @model_validator(mode="after")
     def _windows_agree(self) -> "DrafterTable":
