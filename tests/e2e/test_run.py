@@ -59,6 +59,10 @@ def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None
         all(w["report"] and w["report"]["step"] > 0 for w in status["workers"])
         for status in running
     )
+    reports = [worker["report"] for worker in running[-1]["workers"]]
+    assert all(0 < report["seconds_to_first_step"] < 300 for report in reports), reports
+    log = (tmp_path / "run" / "logs" / "worker-0.log").read_text()
+    assert "first step " in log, log
     assert not segments_of(tmp_path)
 
 

@@ -43,7 +43,13 @@ def make_objective(
 
 
 def make_stepper(
-    spec: DrafterSpec, dtype: torch.dtype, backend: str, fast: bool, precision: Precision = "bf16"
+    spec: DrafterSpec,
+    dtype: torch.dtype,
+    backend: str,
+    fast: bool,
+    precision: Precision = "bf16",
+    *,
+    captured: bool | None = None,  # as `fast` where it is not given
 ) -> Stepper:
     torch.compiler.set_stance("default")
     torch._dynamo.reset()
@@ -57,7 +63,7 @@ def make_stepper(
     features = torch.zeros(NUM_TOKENS, width, dtype=dtype, device="cuda")
     objective = make_objective(drafter, backend, precision)
     return Stepper(objective, optimizer, RowBuffers(*ids, mask, features),
-                   use_compile=fast, use_cuda_graphs=fast)  # fmt: skip
+                   use_compile=fast, use_cuda_graphs=fast if captured is None else captured)  # fmt: skip
 
 
 def buffers_of(row: StagedRow, dtype: torch.dtype) -> RowBuffers:

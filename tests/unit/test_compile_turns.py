@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_be_made_or_that_others_can_write_is_refused(tmp_pat
         open_cache(tmp_path / "file")
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
-    with pytest.raises(ConfigError, match="with mode 1777.*code in it is run"):
+    with pytest.raises(ConfigError, match=r"with mode 1777.*code in it is run"):
         open_cache(tmp_path / "shared")
 
 

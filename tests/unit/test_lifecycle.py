@@ -6,14 +6,22 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
-from common.lifecycle import FileLock, heavy_imports, lock_holder, write_atomically
+from common.lifecycle import (
+    FileLock,
+    heavy_imports,
+    lock_holder,
+    process_age_seconds,
+    write_atomically,
+)
 
 WATCHDOG_SECONDS = 30
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 WAITER = """
 import sys, threading
@@ -186,3 +194,21 @@ def test_an_atomic_write_replaces_the_whole_file_and_keeps_its_mode(tmp_path: Pa
     assert path.read_text() == "second"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["control.token"]
+
+
+def test_a_process_s_age_counts_from_its_start_and_not_from_its_first_line() -> None:
+    code = """
+import time
+began_at = time.monotonic()
+import typer, pydantic
+from common.lifecycle import process_age_seconds
+print(process_age_seconds(), time.monotonic() - began_at)
+"""
+    began_at = time.monotonic()
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    elapsed = time.monotonic() - began_at
+    age, since_first_line = map(float, output.split())
+    assert since_first_line < age < elapsed + _TICK
+    before = process_age_seconds()
+    time.sleep(0.05)
+    assert process_age_seconds() - before >= 0.05

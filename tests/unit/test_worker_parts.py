@@ -9,11 +9,32 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from common.config.loading import load
 from common.contracts.sequences import SequenceSet
 from common.errors import CheckpointError, ConfigError
+from common.telemetry.late import LateService
 from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
 from services.drafter_worker.claim import claim_index
+from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.schedule import StreamPosition
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("captured", ["true", "false"])
+def test_the_switches_of_the_step_are_independent(compiled: str, captured: str) -> None:
+    settings = [
+        "run.device=cuda", "target.model=m", f"drafter.compile={compiled}",
+        f"drafter.cuda_graphs={captured}",
+    ]  # fmt: skip
+    drafter = load(WorkerConfig, [], settings, {}).drafter
+    assert (drafter.compile, drafter.cuda_graphs) == (compiled == "true", captured == "true")
+
+
+def test_a_worker_that_does_not_run_yet_says_what_it_waits_for() -> None:
+    late = LateService()
+    late.enter("compiling", "waits for worker main-0")
+    state = late.describe()
+    assert (state.phase, state.detail) == ("compiling", "waits for worker main-0")
 
 
 def test_the_stream_s_position_is_that_of_all_rings_and_never_falls_back() -> None:
