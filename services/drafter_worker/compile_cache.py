@@ -127,8 +127,6 @@ class CompileTurn:
                 logged_at = now
             if stop.wait(_POLL_SECONDS):
                 return
-        if self._done.exists():  # by whom it was waited for: those behind need not queue
-            self._lock.release()
 
 
 def folder_name(sources: Path) -> str:
