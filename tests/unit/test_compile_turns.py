@@ -190,3 +190,11 @@ def test_other_sources_have_another_folder(tmp_path: Path) -> None:
     assert len(names) == 2
     source.rename(tmp_path / "loss.py")
     assert folder_name(tmp_path) not in names
+
+
+def test_every_custom_op_is_among_the_sources_that_name_the_folder() -> None:
+    root = Path(__file__).parents[2]
+    paths = [path for top in ("common", "services") for path in (root / top).rglob("*.py")]
+    files = {path for path in paths if "custom_op(" in path.read_text(encoding="utf-8")}
+    assert files
+    assert {path.relative_to(root).parts[:2] for path in files} == {("common", "drafters")}
