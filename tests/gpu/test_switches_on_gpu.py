@@ -40,6 +40,6 @@ def test_warm_up_of_a_captured_eager_step_leaves_the_weights_alone() -> None:
     spec = spec_for("full")
     stepper = make_stepper(spec, torch.float32, "blocks", False, captured=True)
     untouched = make_stepper(spec, torch.float32, "blocks", False)
-    pairs = zip(stepper._optimizer.masters, untouched._optimizer.masters, strict=True)
+    pairs = zip(stepper.optimizer.masters, untouched.optimizer.masters, strict=True)
     assert all(torch.equal(got, want) for got, want in pairs)
-    assert stepper._optimizer.num_skipped.item() == 0
+    assert stepper.optimizer.num_skipped.item() == 0
