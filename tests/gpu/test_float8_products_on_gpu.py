@@ -39,6 +39,13 @@ def test_kernels_make_what_the_cpu_makes(
             assert (one.cpu().float() != other.float()).float().mean() < TIES
 
 
+@pytest.mark.parametrize("sizes", [[16, 48, 16], [512, 1024], [128, 129]])
+def test_parts_one_below_the_other_are_the_whole_matrix(sizes: list[int]) -> None:
+    x = torch.randn(sum(sizes), 272, device="cuda", dtype=torch.bfloat16)
+    for one, other in zip(scaled(*x.split(sizes)), scaled(x), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_rows_of_a_wider_matrix_and_nan_are_kept() -> None:
     x = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
     x[5, 40] = float("nan")
@@ -66,7 +73,7 @@ def test_products_and_gradients_are_those_of_bfloat16(num_rows: int) -> None:
         assert 0 < relative_error(one, other) < TOLERANCE
 
 
-def test_cross_entropy_s_slopes_in_float8_are_those_in_bfloat16() -> None:
+def test_cross_entropy_through_a_float8_head_is_that_in_bfloat16() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     head = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16) * 0.2

@@ -47,6 +47,12 @@ def test_what_nobody_asks_for_is_empty() -> None:
     assert [len(part) for part in scaled(x, by_columns=False)] == [20, 20, 0, 0]
 
 
+def test_parts_one_below_the_other_are_the_whole_matrix() -> None:
+    x = torch.randn(80, 32)
+    for one, other in zip(scaled(*x.split([16, 48, 16])), scaled(x), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_gradient_that_is_not_finite_stays_so() -> None:
     x = torch.randn(20, 32)
     x[3, 4] = float("nan")

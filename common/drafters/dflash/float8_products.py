@@ -33,24 +33,26 @@ class Scaled(NamedTuple):
     column_scales: Tensor  # [K, 1] float32
 
 
-def scaled(x: Tensor, *, by_rows: bool = True, by_columns: bool = True) -> Scaled:
-    """Return a matrix [M, K] in float8."""
-    num_rows, num_columns = len(x) * by_rows, x.shape[1] * by_columns
+def scaled(*parts: Tensor, by_rows: bool = True, by_columns: bool = True) -> Scaled:
+    """Return a matrix [M, K] in float8, given as parts one below the other."""
+    like, num_rows, num_columns = parts[0], sum(map(len, parts)), parts[0].shape[1]
+    kept_rows, kept_columns = num_rows * by_rows, num_columns * by_columns
     out = Scaled(
-        x.new_empty(num_rows, x.shape[1], dtype=torch.float8_e4m3fn),
-        x.new_empty(num_rows, 1, dtype=torch.float32),
-        x.new_empty(num_columns, padded(len(x)), dtype=torch.float8_e4m3fn),
-        x.new_empty(num_columns, 1, dtype=torch.float32),
+        like.new_empty(kept_rows, num_columns, dtype=torch.float8_e4m3fn),
+        like.new_empty(kept_rows, 1, dtype=torch.float32),
+        like.new_empty(kept_columns, padded(num_rows), dtype=torch.float8_e4m3fn),
+        like.new_empty(kept_columns, 1, dtype=torch.float32),
     )
-    if x.is_cuda:
+    if like.is_cuda:
         from common.drafters.dflash import float8_products_kernels as kernels
 
-        kernels.scale(x, out)
+        kernels.scale(parts, out)
         return out
+    whole = torch.cat(parts)
     if by_rows:
-        _scale_rows(x, out.rows, out.row_scales)
+        _scale_rows(whole, out.rows, out.row_scales)
     if by_columns:
-        _scale_rows(x.T, out.columns, out.column_scales)
+        _scale_rows(whole.T, out.columns, out.column_scales)
     return out
 
 
@@ -81,9 +83,7 @@ def joined_products(
     needs_d_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return x w^T [M, sum N_i], and what the gradient needs: x and w by their columns, with scales."""
-    weight = scaled(
-        weights[0] if len(weights) == 1 else torch.cat(weights), by_columns=needs_d_x
-    )  # fmt: skip
+    weight = scaled(*weights, by_columns=needs_d_x)
     rows = scaled(x)
     y = product(rows.rows, rows.row_scales, weight.rows, weight.row_scales, x.dtype)
     return y, rows.columns, rows.column_scales, weight.columns, weight.column_scales

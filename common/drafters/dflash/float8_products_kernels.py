@@ -4,6 +4,9 @@ Two passes over a matrix: the largest of every row and column, then both float8 
 of them transposed. 2 * 2 + 2 * 1 bytes a value in bfloat16.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,23 +18,27 @@ _ROWS, _COLUMNS, _NUM_WARPS = 64, 128, 4
 _CAST_ROWS, _CAST_COLUMNS, _CAST_WARPS = 128, 128, 8
 
 
-def scale(x: Tensor, out: Scaled) -> None:
-    """Fill what is not empty in `out`; launches on the current stream."""
-    num_rows, num_columns = x.shape
-    maxima = torch.zeros(num_rows + num_columns, dtype=torch.float32, device=x.device)
-    padded_rows = out.columns.shape[1]
-    with torch.cuda.device(x.device):
-        grid = (triton.cdiv(num_rows, _ROWS), triton.cdiv(num_columns, _COLUMNS))
-        _maxima[grid](
-            x, maxima, maxima[num_rows:], num_rows, num_columns, x.stride(0),
-            BM=_ROWS, BK=_COLUMNS, num_warps=_NUM_WARPS,
-        )  # fmt: skip
-        grid = (triton.cdiv(padded_rows, _CAST_ROWS), triton.cdiv(num_columns, _CAST_COLUMNS))
-        _cast[grid](
-            x, maxima, maxima[num_rows:], *out, num_rows, num_columns, x.stride(0), padded_rows,
-            LARGEST, LEAST_MAXIMUM, BY_ROWS=len(out.rows) > 0, BY_COLUMNS=len(out.columns) > 0,
-            BM=_CAST_ROWS, BK=_CAST_COLUMNS, num_warps=_CAST_WARPS,
-        )  # fmt: skip
+def scale(parts: Sequence[Tensor], out: Scaled) -> None:
+    """Fill what is not empty in `out` from a matrix's parts; launches on the current stream."""
+    num_rows, (num_columns, width) = sum(map(len, parts)), (parts[0].shape[1], out.columns.shape[1])
+    maxima = torch.zeros(num_rows + num_columns, dtype=torch.float32, device=parts[0].device)
+    firsts = [0, *itertools.accumulate(map(len, parts))]
+    with torch.cuda.device(parts[0].device):
+        for part, first in zip(parts, firsts, strict=False):
+            grid = (triton.cdiv(len(part), _ROWS), triton.cdiv(num_columns, _COLUMNS))
+            _maxima[grid](
+                part, maxima[first:], maxima[num_rows:], len(part), num_columns, part.stride(0),
+                BM=_ROWS, BK=_COLUMNS, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        for part, first, end in zip(parts, firsts, [*firsts[1:-1], width], strict=False):
+            grid = (triton.cdiv(end - first, _CAST_ROWS), triton.cdiv(num_columns, _CAST_COLUMNS))
+            _cast[grid](
+                part, maxima[first:], maxima[num_rows:], out.rows[first:], out.row_scales[first:],
+                out.columns[:, first:], out.column_scales, len(part), num_columns, part.stride(0),
+                end - first, width, LARGEST, LEAST_MAXIMUM,
+                BY_ROWS=len(out.rows) > 0, BY_COLUMNS=len(out.columns) > 0,
+                BM=_CAST_ROWS, BK=_CAST_COLUMNS, num_warps=_CAST_WARPS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -50,7 +57,7 @@ def _maxima(
 @triton.jit
 def _cast(
     x_ptr, row_max_ptr, column_max_ptr, rows_ptr, row_scale_ptr, columns_ptr, column_scale_ptr,
-    num_rows, num_columns, stride, padded_rows, largest, least,
+    num_rows, num_columns, stride, padded_rows, width, largest, least,
     BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -69,7 +76,7 @@ def _cast(
         column_max = tl.maximum(tl.load(column_max_ptr + column, mask=is_column, other=0.0), least)
         values = (x * (largest / column_max)[None, :]).to(columns_ptr.dtype.element_ty)
         tl.store(
-            columns_ptr + column.to(tl.int64)[:, None] * padded_rows + row[None, :],
+            columns_ptr + column.to(tl.int64)[:, None] * width + row[None, :],
             tl.trans(values),
             mask=is_column[:, None] & (row < padded_rows)[None, :],
         )

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.drafters.dflash.float8_products import LARGEST
 from common.drafters.dflash.row_losses import LK_ETA, RowLoss
 
 _BLOCK = 2048
@@ -28,28 +27,9 @@ def cross_entropy_in_place(
     rows, vocab = logits.shape
     with torch.cuda.device(logits.device):
         _cross_entropy[(rows,)](
-            logits, labels, is_used, losses, is_correct, logits, losses, vocab, logits.stride(0),
-            logits.stride(0), 0.0, BLOCK=_block(vocab), IN_FLOAT8=False, num_warps=_NUM_WARPS,
+            logits, labels, is_used, losses, is_correct, vocab, logits.stride(0),
+            BLOCK=_block(vocab), num_warps=_NUM_WARPS,
         )  # fmt: skip
-
-
-def cross_entropy_in_float8(
-    logits: Tensor,  # [R, V]
-    labels: Tensor,  # [R] int64
-    is_used: Tensor,  # [R] bool; other rows get zeros
-    losses: Tensor,  # [R] float32; on return CE
-    is_correct: Tensor,  # [R] bool; on return argmax == label
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(logits) [R, V] in float8 e4m3 and scales [R, 1]; launch on the current stream."""
-    rows, vocab = logits.shape
-    chances = logits.new_empty(rows, vocab, dtype=torch.float8_e4m3fn)
-    scales = logits.new_empty(rows, 1, dtype=torch.float32)
-    with torch.cuda.device(logits.device):
-        _cross_entropy[(rows,)](
-            logits, labels, is_used, losses, is_correct, chances, scales, vocab, logits.stride(0),
-            vocab, LARGEST, BLOCK=_block(vocab), IN_FLOAT8=True, num_warps=_NUM_WARPS,
-        )  # fmt: skip
-    return chances, scales
 
 
 def against_target_in_place(
@@ -82,42 +62,27 @@ def _cross_entropy(
     is_used_ptr: tl.tensor,
     losses_ptr: tl.tensor,
     is_correct_ptr: tl.tensor,
-    slopes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
     vocab: tl.int32,
     stride: tl.int32,
-    slopes_stride: tl.int32,
-    largest: tl.float32,
     BLOCK: tl.constexpr,
-    IN_FLOAT8: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     base = logits_ptr + row.to(tl.int64) * stride
-    slopes = slopes_ptr + row.to(tl.int64) * slopes_stride
     if tl.load(is_used_ptr + row):
         label = tl.load(labels_ptr + row)
         chosen = tl.load(base + label).to(tl.float32)
         best, log_normaliser = _normaliser(base, vocab, BLOCK)
         first_best = vocab
-        factor = 1.0
-        if IN_FLOAT8:
-            most = tl.exp(best - log_normaliser)
-            factor = largest / most
-            tl.store(scales_ptr + row, most / largest)
         for at in range(0, vocab, BLOCK):
             column = at + tl.arange(0, BLOCK)
             x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
             first_best = tl.minimum(first_best, tl.min(tl.where(x == best, column, vocab), 0))
-            slope = tl.exp(x - log_normaliser) * factor
-            if not IN_FLOAT8:
-                slope -= tl.where(column == label, 1.0, 0.0)
-            tl.store(slopes + column, slope.to(slopes.dtype.element_ty), mask=column < vocab)
+            slope = tl.exp(x - log_normaliser) - tl.where(column == label, 1.0, 0.0)
+            tl.store(base + column, slope.to(base.dtype.element_ty), mask=column < vocab)
         tl.store(losses_ptr + row, log_normaliser - chosen)
         tl.store(is_correct_ptr + row, first_best == label)
     else:
-        _clear(slopes, losses_ptr + row, is_correct_ptr + row, vocab, BLOCK)
-        if IN_FLOAT8:
-            tl.store(scales_ptr + row, 1.0)
+        _clear(base, losses_ptr + row, is_correct_ptr + row, vocab, BLOCK)
 
 
 @triton.jit
