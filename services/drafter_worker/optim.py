@@ -65,9 +65,7 @@ class MasterOptimizer:
         """
         gradients = self._sums or [_gradient(p) for p in self.working]
         scale = torch.where(weight_sum > 0, 1.0 / weight_sum, torch.zeros_like(weight_sum))
-        # The public get_total_norm rounds each tensor's norm to the tensor's own type.
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # noqa: SLF001
-        norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
+        norm = global_norm(gradients) * scale
         clip = (self._table.max_gradient_norm / (norm + _NORM_EPSILON)).clamp_max(1.0)
         is_bad = (weight_sum <= 0) | ~torch.isfinite(norm)
         change = Change(self.learning_rate, scale * clip, is_bad, self._num_updates)
@@ -123,6 +121,17 @@ def make_rules(
     if others:
         rules.append((others, AdamWRule(chosen(others), table)))
     return rules
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm [] of all gradients together, summed in float32."""
+    if gradients[0].is_cuda:
+        from services.drafter_worker.gradient_kernels import square_sum
+
+        return square_sum(gradients).sqrt()
+    # The public get_total_norm rounds each tensor's norm to the tensor's own type.
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # noqa: SLF001
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from services.drafter_worker.config import OptimizerTable
-from services.drafter_worker.optim import MasterOptimizer
+from services.drafter_worker.optim import MasterOptimizer, global_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPES = ((64, 96), (64, 96), (96, 64), (64, 64), (64,), (96,))
@@ -63,6 +63,19 @@ def test_each_step_is_the_cpu_s(kind: str, dtype: torch.dtype, accumulation: int
         moved_alike(optimizer.masters, reference.masters, before, kind == "muon")
         for working, master in zip(weights.weights, optimizer.masters, strict=True):
             assert torch.equal(working, master.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_the_same_each_time_and_that_of_float64(dtype: torch.dtype) -> None:
+    sizes = ((3,), (40_000,), (300, 1000), (1,), (4096, 32))
+    given = [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+    wanted = torch.stack([one.double().square().sum() for one in given]).sum().sqrt()
+    got = [global_norm(given) for _ in range(3)]
+    torch.testing.assert_close(got[0].double(), wanted, rtol=1e-6, atol=0)
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
+    given[2][7, 5] = float("inf")
+    assert not torch.isfinite(global_norm(given))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
