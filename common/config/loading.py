@@ -19,7 +19,7 @@ from common.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RINGDRAFT_"
 TABLES = (
-    "run", "target", "data", "ring", "groups", "drafter", "optimizer", "training",
+    "run", "target", "data", "ring", "groups", "held_out", "drafter", "optimizer", "training",
     "control_plane", "evaluation", "generation", "regeneration", "inspection", "launcher",
 )  # fmt: skip
 

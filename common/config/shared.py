@@ -176,6 +176,25 @@ class GroupTable(Table):
     skipped for it at once; 0: for ever."""
 
 
+def _existing_file(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: no such file; give JSONL files of prompts")
+    return path
+
+
+class HeldOutTable(Table):
+    """[held_out]: prompts that the target answers before the run, to measure acceptance on."""
+
+    prompts: tuple[Annotated[Path, AfterValidator(_existing_file)], ...] = ()
+    """JSONL files that nobody trains on; each one's name is the tag of its prompts. Empty: none."""
+    max_prompts: int = Field(default=64, ge=1)
+    """Prompts of each file, from its start."""
+    max_new_tokens: int = Field(default=256, ge=2)
+    """Tokens at which an answer is cut."""
+    steps: int = Field(default=200, ge=1)
+    """Optimizer steps between two measures; there is one at step 0, and one at the end."""
+
+
 class ControlPlaneTable(Table):
     """[control_plane]: HTTP address and heartbeats."""
 

@@ -103,6 +103,20 @@ class TargetReport(Record):
     ring: RingReport | None
 
 
+class HeldOutFigures(Record):
+    """Acceptance on text that the target wrote greedily, by the replay walk."""
+
+    tag: str
+    """Tag of the prompts; empty for all of them."""
+    context: str
+    """Tokens before the answer, as in "under 1024"; empty for all."""
+    num_answers: Count
+    acceptance_length: float
+    """Tokens a pass of the target, the bonus included."""
+    acceptance_rate_at: tuple[float, ...]
+    """Teacher-forced accuracy at each draft position, over every anchor of the answers."""
+
+
 class WorkerReport(Record):
     """What a drafter worker says of itself."""
 
@@ -137,6 +151,10 @@ class WorkerReport(Record):
     recompiles: Count
     graph_replays: Count
     memory_bytes: Count
+    held_out: tuple[HeldOutFigures, ...]
+    """Of all held-out answers first, then by tag and context; empty where the run has none."""
+    held_out_step: Count
+    """Step at which they were measured."""
     dropped_blocks: Count
     """Blocks that the head had no room for, so far."""
     refused_messages: dict[str, int]

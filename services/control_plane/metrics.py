@@ -143,6 +143,10 @@ def _workers(status: Status) -> Iterator[Metric]:
         yield family
     last = _gauge("drafter_last_step_timestamp_seconds", "When the last step ended.", _WORKER)
     rate = _gauge("drafter_acceptance_rate_at", "Teacher-forced accuracy.", (*_WORKER, "position"))
+    held_out = _gauge(
+        "drafter_replay_acceptance_length", "On held-out answers; without tag and context, on all.",
+        (*_WORKER, "tag", "context"),
+    )  # fmt: skip
     refused = _counter("drafter_refused_messages", "Messages dropped.", (*_WORKER, "reason"))
     for labels, report in reports.items():
         for reason, count in report.refused_messages.items():
@@ -151,7 +155,9 @@ def _workers(status: Status) -> Iterator[Metric]:
             last.add_metric(labels, status.time - report.last_step_age_seconds)
         for position, value in enumerate(report.acceptance_rate_at):
             rate.add_metric((*labels, str(position)), value)
-    yield from (last, rate, refused)
+        for figures in report.held_out:
+            held_out.add_metric((*labels, figures.tag, figures.context), figures.acceptance_length)
+    yield from (last, rate, held_out, refused)
 
 
 def _rings(status: Status) -> Iterator[Metric]:

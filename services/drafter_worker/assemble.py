@@ -30,6 +30,7 @@ from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.compile_cache import CompileTurn
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
+from services.drafter_worker.held_out import open_held_out
 from services.drafter_worker.meter import Meter
 from services.drafter_worker.step import Stepper
 from services.drafter_worker.stream import TargetWatch
@@ -103,6 +104,9 @@ def open_worker(
         store=store,
         meter=meter,
         metrics=metrics,
+        open_held_out=partial(
+            open_held_out, run.directory, schema, stepper.objective, trainee.working_dtype
+        ),
         run=describe_run(config, trainee, schema),
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )

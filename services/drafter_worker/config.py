@@ -9,6 +9,7 @@ from common.config.shared import (
     ControlPlaneTable,
     Groups,
     GroupTable,
+    HeldOutTable,
     RingTable,
     RunTable,
     TargetTable,
@@ -93,6 +94,7 @@ class WorkerConfig(Table):
     drafter: DrafterTable = DrafterTable()
     optimizer: OptimizerTable = OptimizerTable()
     training: TrainingTable = TrainingTable()
+    held_out: HeldOutTable = HeldOutTable()
     control_plane: ControlPlaneTable = ControlPlaneTable()
 
     @model_validator(mode="after")

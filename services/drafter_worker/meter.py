@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.contracts.control_messages import WorkerReport
+from common.contracts.control_messages import HeldOutFigures, WorkerReport
 from common.drafters.dflash.metrics import StepFigures
 from common.lifecycle import process_age_seconds
 from services.drafter_worker.compile import cache_counts, num_recompiles
@@ -43,6 +43,8 @@ class Meter:
     checkpoint: str = ""
     graph_replays: int = 0
     dropped_blocks: int = 0
+    held_out: tuple[HeldOutFigures, ...] = ()
+    held_out_step: int = 0
     refused_messages: dict[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
     compile_seconds: float = 0.0
@@ -117,6 +119,8 @@ class Meter:
             recompiles=num_recompiles(),
             graph_replays=self.graph_replays,
             dropped_blocks=self.dropped_blocks,
+            held_out=self.held_out,
+            held_out_step=self.held_out_step,
             memory_bytes=allocated_bytes(self.device),
             refused_messages=self.refused_messages,
             checkpoint=self.checkpoint,

@@ -14,6 +14,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from services.drafter_worker.build import Trainee
 from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed, StagedRow
+from services.drafter_worker.held_out import HeldOut
 from services.drafter_worker.meter import Meter
 from services.drafter_worker.schedule import Schedule, StreamPosition
 from services.drafter_worker.step import Stepper
@@ -50,6 +52,7 @@ class Parts:
     store: CheckpointStore
     meter: Meter
     metrics: MetricsLog
+    open_held_out: Callable[[], HeldOut | None]
     run: dict[str, Any]
     summary: Path
 
@@ -67,6 +70,8 @@ class DrafterWorker:
         self._num_micro = 0
         self._pending: set[int] = set()
         self._saved_step = -1
+        self._measured_step = -1
+        self._held_out: HeldOut | None = None
         self._must_save = threading.Event()
         self._paused = threading.Event()
         self.phase: Phase = "running"
@@ -76,6 +81,7 @@ class DrafterWorker:
         rings, feed = self._parts.rings, self._parts.feed
         if self._progress.step == 0:
             self._save()
+        self._measure()
         self._parts.meter.start()
         while not self._stop.is_set() and not self._is_finished():
             row = self._next_row()
@@ -85,11 +91,14 @@ class DrafterWorker:
                 self._commit_rest()
                 if rings.is_drained:
                     break
+            if self._is_measure_due():
+                self._measure()
             if self._must_save.is_set() or self._is_checkpoint_due():
                 self._must_save.clear()
                 self._save()
         self.phase = "draining"
         self._commit_rest()
+        self._measure()
         self._write_summary()
         self.phase = "done"
 
@@ -190,6 +199,26 @@ class DrafterWorker:
             progress.step, figures.loss, figures.accepted_prefix_length, parts.meter.learning_rate,
         )  # fmt: skip
 
+    def _is_measure_due(self) -> bool:
+        return self._progress.step - self._measured_step >= self._config.held_out.steps
+
+    def _measure(self) -> None:
+        """Measure acceptance on the held-out rows, once a step."""
+        meter, step = self._parts.meter, self._progress.step
+        if not self._config.held_out.prompts or self._measured_step == step:
+            return
+        self._measured_step = step
+        self._held_out = self._held_out or self._parts.open_held_out()
+        if self._held_out is None:
+            return
+        meter.held_out, meter.held_out_step = self._held_out.measure(), step
+        figures = [record.model_dump() for record in meter.held_out]
+        self._parts.metrics.write(step, held_out=figures)
+        _log.info(
+            "step %d held out: %.3f tokens a pass over %d answers",
+            step, meter.held_out[0].acceptance_length, meter.held_out[0].num_answers,
+        )  # fmt: skip
+
     def _commit_rest(self) -> None:
         """Step with what has been accumulated, and make it durable."""
         if self._num_micro % self._config.training.accumulation and not self._is_finished():
@@ -225,6 +254,9 @@ class DrafterWorker:
             "starved_seconds": meter.starved_seconds,
             "seconds_to_first_step": meter.seconds_to_first_step,
             "compile_seconds": meter.compile_seconds,
+            "held_out_acceptance_length": (
+                meter.held_out[0].acceptance_length if meter.held_out else None
+            ),
             "checkpoint": meter.checkpoint,
             "group": meter.group,
             "index": meter.index,

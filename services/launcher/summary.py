@@ -15,6 +15,11 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
     """Return the summary of a run that has ended."""
     directory = config.run.directory
     lengths = _acceptance_lengths(directory / "evaluations")
+    workers = [read_object(path) for path in (directory / "workers").glob("*.summary.json")]
+    held_out = {
+        (worker.get("group"), worker.get("index")): worker.get("held_out_acceptance_length")
+        for worker in workers
+    }
     drafters = [
         {
             "group": first.group,
@@ -23,6 +28,7 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
             "checkpoint": str(last.path),
             "acceptance_length_before": lengths.get(_key(first)),
             "acceptance_length_after": lengths.get(_key(last)),
+            "acceptance_length_held_out": held_out.get((first.group, first.index)),
         }
         for first, last in first_and_last_checkpoints(directory)
     ]
@@ -31,7 +37,6 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
         read_object(directory / f"target-{index}.summary.json")
         for index in range(config.target.replicas)
     ]
-    workers = [read_object(path) for path in (directory / "workers").glob("*.summary.json")]
     return {
         "outcome": outcome.kind,
         "failed_service": outcome.failed.spec.name if outcome.failed else None,
@@ -40,6 +45,7 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
         "wall_seconds": round(wall_seconds, 3),
         "acceptance_length_before": main.get("acceptance_length_before"),
         "acceptance_length_after": main.get("acceptance_length_after"),
+        "acceptance_length_held_out": main.get("acceptance_length_held_out"),
         "tokens_per_second": _rate(workers),
         "rows_published": min(_rows(targets, "rows_published"), default=None),
         "rows_trained": min(_rows(targets, "rows_trained"), default=None),

@@ -64,8 +64,9 @@ class AnsweredRows:
 
     def __init__(
         self, prompts: Prompts, writer: AnswerWriter, table: DataTable, *,
-        max_new_tokens: int, seed: int, journal: RecipeJournal, stop: threading.Event,
+        max_new_tokens: int, seed: int, journal: RecipeJournal | None, stop: threading.Event,
     ) -> None:  # fmt: skip
+        """`journal` None: the rows are made once, and nothing goes on from them."""
         self._prompts, self._writer, self._table = prompts, writer, table
         self._max_new_tokens, self._seed = max_new_tokens, seed
         self._journal, self._stop = journal, stop
@@ -77,7 +78,7 @@ class AnsweredRows:
 
         Ends early where a stop is asked for.
         """
-        recorded = self._journal.recipes
+        recorded = self._journal.recipes if self._journal else []
         for recipe in recorded:
             if recipe.sequence >= start:
                 yield RecordedRow(recipe.sequence, partial(self._make_again, recipe))
@@ -92,9 +93,10 @@ class AnsweredRows:
                     return
                 sequence = shard.to_global(number)
                 ids = tuple(sample.sample_id for sample in samples)
-                self._journal.append(
-                    Recipe(sequence=sequence, data_epoch=data_epoch, sample_ids=ids)
-                )
+                if self._journal:
+                    self._journal.append(
+                        Recipe(sequence=sequence, data_epoch=data_epoch, sample_ids=ids)
+                    )
                 yield make_row(samples, self._table.row_tokens, sequence, data_epoch)
                 number += 1
         # A ring without a row may be one that there was no prompt for.

@@ -42,6 +42,7 @@ from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations, manifest_of, mask_options
 from services.target_server.cursors import Cursors
 from services.target_server.generation import AnswerWriter
+from services.target_server.held_out import prepare_held_out
 from services.target_server.recipe_journal import RecipeJournal
 from services.target_server.recipes import RecipeBook
 from services.target_server.row_stream import RowStream
@@ -83,6 +84,10 @@ def open_server(
         _log.info("check %s: %s", name, result)
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
+    if shard.index == 0:
+        prepare_held_out(
+            config, schema, model, tap, tokenizer, is_packed=checks.is_packed, stop=stop
+        )
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
     answered = partial(answered_rows, config, shard, model, tap, stack, stop)
     stream = open_stream(config, shard, conversations, ring, answered)

@@ -7,6 +7,7 @@ from common.config.shared import (
     ControlPlaneTable,
     Groups,
     GroupTable,
+    HeldOutTable,
     RingTable,
     RunTable,
     TargetTable,
@@ -22,6 +23,7 @@ class TargetServerConfig(Table):
     target: TargetTable
     data: DataTable
     generation: GenerationTable = GenerationTable()
+    held_out: HeldOutTable = HeldOutTable()
     ring: RingTable = RingTable()
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()

@@ -186,6 +186,9 @@ def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, l
         f"drafter_trained_tokens_total{{{of_worker}}}": worker["trained_tokens"],
         f"drafter_step_seconds{{{of_worker}}}": worker["step_seconds"],
         f'drafter_acceptance_rate_at{{{of_worker},position="1"}}': worker["acceptance_rate_at"][1],
+        f'drafter_replay_acceptance_length{{context="under 256",{of_worker},tag="chat"}}': worker[
+            "held_out"
+        ][1]["acceptance_length"],
         'ring_slots{instance="target-0",state="free"}': ring["slots"]["free"],
         'ring_published_total{group="main",instance="target-0"}': ring["groups"][0]["published"],
         'ring_reclaimed_total{instance="target-0",reason="expired"}': ring["reclaimed"]["expired"],

@@ -167,7 +167,8 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     (tmp_path / "target-0.summary.json").write_text(json.dumps({"groups": {"main": rows}}))
     (tmp_path / "workers").mkdir()
     for number, seconds in enumerate((2.0, 4.0)):
-        worker = {"trained_tokens": 9999, "tokens_per_second": 1000 / seconds, "step": 1}
+        worker = {"trained_tokens": 9999, "tokens_per_second": 1000 / seconds, "step": 1,
+                  "group": "main", "index": number, "held_out_acceptance_length": 2 + number}  # fmt: skip
         (tmp_path / "workers" / f"worker-{number}.summary.json").write_text(json.dumps(worker))
     line = summarize(config_of(tmp_path), Outcome("finished"), 12.3456)
     assert line | rows == line
@@ -175,6 +176,8 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     assert line["tokens_per_second"] == 750.0
     assert line["wall_seconds"] == 12.346
     assert [drafter["acceptance_length_after"] for drafter in line["drafters"]] == [2.5, 2.25]
+    assert [drafter["acceptance_length_held_out"] for drafter in line["drafters"]] == [2, 3]
+    assert line["acceptance_length_held_out"] == 2
 
 
 def test_a_figure_that_nobody_measured_is_null(tmp_path: Path) -> None:

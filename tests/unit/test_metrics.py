@@ -5,7 +5,13 @@ import random
 import pytest
 import torch
 
-from common.drafters.dflash.metrics import NUM_SCALARS, pack_sums, replay_walk, unpack_sums
+from common.drafters.dflash.metrics import (
+    NUM_SCALARS,
+    pack_sums,
+    replay_passes,
+    replay_walk,
+    unpack_sums,
+)
 
 CORRECT = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
 SUPERVISED = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
@@ -86,3 +92,21 @@ def test_replay_walk_of_one_token_has_no_pass() -> None:
 def test_replay_walk_skips_what_decoding_skips() -> None:
     # The wrong drafts behind tokens 1 and 2 never happen: decoding jumps from token 0 to token 3.
     assert replay_walk([2, 0, 0, 2, 0, 0], num_tokens=7) == [3, 3]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_passes_on_the_device_are_those_of_the_walk_over_each_text(seed: int) -> None:
+    source = random.Random(seed)
+    prefix, last, expected = [], [], []
+    while len(prefix) < 90:
+        if source.random() < 0.3:  # a prompt: in no text
+            last.append(len(last))
+            prefix.append(source.randrange(5))
+            continue
+        length = source.randrange(1, 40)
+        lengths = [source.randrange(7) for _ in range(length)]
+        expected.append((len(prefix), len(replay_walk(lengths, length))))
+        last += [len(prefix) + length - 1] * length
+        prefix += lengths
+    passes = replay_passes(torch.tensor(prefix), torch.tensor(last)).tolist()
+    assert [passes[start] for start, _ in expected] == [count for _, count in expected]

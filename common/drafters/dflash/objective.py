@@ -96,18 +96,10 @@ class DFlashObjective(nn.Module):
 
     def forward(self, row: StagedRow) -> tuple[Tensor, Tensor]:
         """Return the loss sum (0-dim float32, differentiable) and the packed sums."""
-        spec = self.drafter.spec
         anchors, is_valid = select_anchors(
             row.loss_mask, row.document_ids, row.draw, self.num_anchors, self.max_documents
         )
-        layout = make_layout(anchors, is_valid, row.position_ids, spec.block_size)
-        final = self.drafter(
-            row.aux_hidden_states,
-            row.position_ids,
-            block_inputs(self.embedding, row.token_ids[anchors], spec),
-            block_positions(row.position_ids[anchors], spec.block_size),
-            self.attends(layout),
-        )
+        final = self.draft(row, anchors, is_valid)
         supervision, num_dropped = fit_blocks(
             supervise(
                 row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
@@ -120,6 +112,35 @@ class DFlashObjective(nn.Module):
             weights = dpace_weights(losses.detach(), supervision.is_supervised)
         loss = (weights * losses).sum()
         return loss, pack_sums(loss, weights, is_correct, supervision.is_supervised, num_dropped)
+
+    def draft(self, row: StagedRow, anchors: Tensor, is_valid: Tensor) -> Tensor:
+        """Return the draft rows' final hidden states [A * (S - 1), H] of blocks at the anchors."""
+        spec = self.drafter.spec
+        layout = make_layout(anchors, is_valid, row.position_ids, spec.block_size)
+        return self.drafter(
+            row.aux_hidden_states,
+            row.position_ids,
+            block_inputs(self.embedding, row.token_ids[anchors], spec),
+            block_positions(row.position_ids[anchors], spec.block_size),
+            self.attends(layout),
+        )
+
+    @torch.no_grad()
+    def right_drafts(
+        self, row: StagedRow, anchors: Tensor, is_valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return which greedy draft tokens are the text's, and which slots have a text: [A, S-1] bool.
+
+        Args:
+            anchors: [A] int64, ascending, as many as `num_anchors`; those that are not valid behind.
+        """
+        final = self.draft(row, anchors, is_valid)
+        supervision = supervise(
+            row.token_ids, row.document_ids, row.loss_mask, anchors, is_valid, self.decay
+        )
+        chosen = [(rows @ self.head.T).argmax(-1) for rows in final.split(self.loss_chunk_rows)]
+        is_right = torch.cat(chosen).view(supervision.labels.shape) == supervision.labels
+        return is_right & supervision.is_supervised, supervision.is_supervised
 
     def _losses(
         self, final: Tensor, row: StagedRow, anchors: Tensor, supervision: Supervision
