@@ -7,9 +7,7 @@
 Written under a temporary name, fsynced, renamed.
 """
 
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import CheckpointError
+from common.folders import UNFINISHED, is_disk_full, whole_folder
 
 _STEP_PREFIX = "step-"
-_UNFINISHED = ".unfinished-"
 
 
 class CheckpointStore:
@@ -31,7 +29,7 @@ class CheckpointStore:
         self._directory = directory
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"{_UNFINISHED}*"):
+        for leftover in directory.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
 
     def save(
@@ -50,26 +48,13 @@ class CheckpointStore:
             run: JSON of where the checkpoint is from.
         """
         final = self._directory / f"{_STEP_PREFIX}{step:06d}"
-        temporary = self._directory / f"{_UNFINISHED}{final.name}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / "trainer").mkdir(parents=True)
-            write_model(temporary)
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()},
-                temporary / "trainer" / "optimizer.safetensors",
-            )
-            _write_json(temporary / "trainer" / "state.json", state)
-            _write_json(temporary / "run.json", run)
-            _sync_tree(temporary)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _sync(self._directory)
+            with whole_folder(final, replace=True) as temporary:
+                write_model(temporary)
+                _write_trainer(temporary / "trainer", optimizer, state)
+                _write_json(temporary / "run.json", run)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_why_not_written(final, error)) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         self._prune()
         return final
 
@@ -113,22 +98,15 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
+def _write_trainer(directory: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
+    directory.mkdir()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}
+    save_file(tensors, directory / "optimizer.safetensors")
+    _write_json(directory / "state.json", state)
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in sorted(directory.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -136,7 +114,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _why_not_written(path: Path, error: Exception) -> str:
-    # safetensors reports the system's error as text.
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+    if is_disk_full(error):
         return f"checkpoint {path}: the disk is full; free space, older checkpoints are untouched"
     return f"checkpoint {path} cannot be written: {error}"
