@@ -20,7 +20,7 @@ from common.errors import ConfigError
 ENVIRONMENT_PREFIX = "RINGDRAFT_"
 TABLES = (
     "run", "target", "data", "ring", "groups", "held_out", "drafter", "optimizer", "training",
-    "control_plane", "evaluation", "generation", "regeneration", "inspection", "launcher",
+    "control_plane", "evaluation", "generation", "regeneration", "inspection", "export", "launcher",
 )  # fmt: skip
 
 

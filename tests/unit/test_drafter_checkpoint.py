@@ -1,5 +1,6 @@
 """A checkpoint means the same to whoever reads it: a fresh process, the published code, engines."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -151,6 +152,29 @@ def test_older_config_with_block_size_and_theta_at_the_top_is_read(tmp_path: Pat
     spec = read_spec(tmp_path)
     assert spec.block_size == 4
     assert spec.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_older_config_keeps_its_rope_scaling(tmp_path: Path) -> None:
+    spec = make_spec(**SPECS["llama3 rope"])
+    write(tmp_path, spec)
+    config = config_of(tmp_path)
+    del config["rope_parameters"]
+    config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert read_spec(tmp_path).rope_parameters == spec.rope_parameters
+
+
+def test_a_drafter_turns_whole_heads_where_its_target_turns_parts(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0], "mrope_interleaved": True}  # fmt: skip
+    make_tiny_target(tmp_path / "target", "qwen3_5", rope_parameters=rope)
+    target = describe_target(TargetTable(model=str(tmp_path / "target")))
+    assert target.rope["partial_rotary_factor"] == 0.25
+    spec = resolve_spec(DrafterTable(), target, target_layer_ids=(1, 3), mask_token_id=290)
+    assert spec.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    # So does published code, whatever a config says.
+    write(tmp_path, dataclasses.replace(make_spec(), rope_parameters=rope))
+    assert read_spec(tmp_path).rope_parameters == spec.rope_parameters
 
 
 @pytest.mark.parametrize("kind", SPECS)

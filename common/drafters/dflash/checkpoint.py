@@ -7,26 +7,39 @@ whose output is taken (vLLM and speculators count the same layer as id + 1).
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
+from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec, own_rope
+from common.drafters.dflash.findings import RINGDRAFT
+from common.drafters.dflash.lint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from common.drafters.dflash.model import DFlashDrafter
+from common.drafters.dflash.zlab_rules import ARCHITECTURE, zlab_findings
 from common.errors import CheckpointError
 
-ARCHITECTURE = "DFlashDraftModel"
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+WeightsDtype = Literal["bfloat16", "float32"]
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def write_drafter(directory: Path, state: dict[str, Tensor], spec: DrafterSpec) -> None:
-    """Write the servable files into an existing directory, weights in bfloat16."""
+def write_drafter(
+    directory: Path,
+    state: dict[str, Tensor],
+    spec: DrafterSpec,
+    dtype: WeightsDtype = "bfloat16",
+) -> None:
+    """Write the servable files into an existing directory."""
+    write_weights(directory, state, dtype)
+    write_config(directory, drafter_config(spec, dtype))
+
+
+def write_weights(directory: Path, state: dict[str, Tensor], dtype: WeightsDtype) -> None:
+    """Write a drafter's tensors; raise `CheckpointError` where one is not finite."""
     weights = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()
+        name: value.detach().to("cpu", _DTYPES[dtype]).contiguous() for name, value in state.items()
     }
     for name, value in weights.items():
         if not torch.isfinite(value).all():
@@ -34,17 +47,18 @@ def write_drafter(directory: Path, state: dict[str, Tensor], spec: DrafterSpec) 
                 f"tensor {name!r} holds NaN or infinity; {directory} is not written"
             )
     save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    text = json.dumps(drafter_config(spec), indent=2) + "\n"
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> None:
+    """Write config.json."""
+    text = json.dumps(config, indent=2) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def drafter_config(spec: DrafterSpec) -> dict[str, Any]:
+def drafter_config(spec: DrafterSpec, dtype: WeightsDtype = "bfloat16") -> dict[str, Any]:
     """Return config.json as readers of every engine need it."""
-    sliding = SLIDING_ATTENTION in spec.layer_types
-    rope = dict(spec.rope_parameters)
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
         "block_size": spec.block_size,
         "num_target_layers": spec.num_target_layers,
         "dflash_config": {
@@ -52,6 +66,17 @@ def drafter_config(spec: DrafterSpec) -> dict[str, Any]:
             "target_layer_ids": list(spec.target_layer_ids),
             "block_size": spec.block_size,
         },
+        **network_config(spec),
+        "dtype": dtype,
+    }
+
+
+def network_config(spec: DrafterSpec) -> dict[str, Any]:
+    """Return the keys that shape the layers, which every layout has somewhere."""
+    sliding = SLIDING_ATTENTION in spec.layer_types
+    rope = dict(spec.rope_parameters)
+    return {
+        "model_type": "qwen3",
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_layers,
@@ -74,23 +99,25 @@ def drafter_config(spec: DrafterSpec) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
         "use_cache": True,
-        "dtype": "bfloat16",
     }
 
 
 def read_spec(directory: Path) -> DrafterSpec:
-    """Return the spec of a checkpoint, refusing what is missing rather than guessing it."""
-    path = directory / CONFIG_FILE
+    """Return the spec of a checkpoint, refusing what is missing or means something else here."""
+    config = read_config(directory)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {str(directory)!r}: {CONFIG_FILE}: {error}") from error
-    try:
-        return _spec_of(config)
+        spec = _spec_of(config)
     except KeyError as error:
         raise CheckpointError(
             f"checkpoint {str(directory)!r}: {CONFIG_FILE} lacks {error}; write it, nothing is guessed"
         ) from error
+    misread = [str(found) for found in zlab_findings(config) if RINGDRAFT in found.readers]
+    if misread:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r}: {CONFIG_FILE} is of another kind of drafter than this "
+            f"project computes: {'; '.join(misread)}"
+        )
+    return spec
 
 
 def read_drafter(directory: Path, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
@@ -123,10 +150,6 @@ def load_state(drafter: DFlashDrafter, directory: Path) -> None:
 
 def _spec_of(config: dict[str, Any]) -> DrafterSpec:
     inner = config["dflash_config"]
-    rope = config.get("rope_parameters") or {
-        "rope_type": "default",
-        "rope_theta": config["rope_theta"],
-    }
     return DrafterSpec(
         num_layers=config["num_hidden_layers"],
         block_size=inner["block_size"] if "block_size" in inner else config["block_size"],
@@ -137,7 +160,7 @@ def _spec_of(config: dict[str, Any]) -> DrafterSpec:
         head_dim=config["head_dim"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["rms_norm_eps"],
-        rope_parameters=rope,
+        rope_parameters=_rope_of(config),
         max_position_embeddings=config["max_position_embeddings"],
         num_target_layers=config["num_target_layers"],
         target_layer_ids=tuple(inner["target_layer_ids"]),
@@ -146,3 +169,13 @@ def _spec_of(config: dict[str, Any]) -> DrafterSpec:
         sliding_window=config["sliding_window"] or 0,
         loss_decay_gamma=0.0,
     )
+
+
+def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`; older files have `rope_theta`, and `rope_scaling` where it is scaled."""
+    rope = dict(config.get("rope_parameters") or {})
+    if not rope:
+        scaling = dict(config.get("rope_scaling") or {})
+        kind = scaling.pop("type", "default")
+        rope = {"rope_type": kind, "rope_theta": config["rope_theta"], **scaling}
+    return own_rope(rope) if rope.get("rope_type", "default") == "default" else rope

@@ -13,6 +13,10 @@ from common.errors import ConfigError
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
+FOREIGN_ROPE_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""What turns parts of a target's heads, or turns them by axes of images: a drafter's are turned whole,
+and engines differ in whether they read these keys for a drafter."""
+
 LossName = Literal["cross_entropy", "dpace", "kl", "total_variation", "lk"]
 Precision = Literal["bf16", "fp8"]
 FLOAT8_MULTIPLE = 16
@@ -139,6 +143,19 @@ class DrafterSpec:
         gamma = self.loss_decay_gamma
         return [math.exp(-(k - 1) / gamma) if gamma else 1.0 for k in range(1, self.block_size)]
 
+    def misfits(self, target: TargetShape) -> list[str]:
+        """Name what shows that the drafter is of another target, for error messages."""
+        pairs = {
+            "hidden_size": (self.hidden_size, target.hidden_size),
+            "vocab_size": (self.vocab_size, target.vocab_size),
+            "num_target_layers": (self.num_target_layers, target.num_layers),
+        }
+        wrong = [f"{name} got {a}, expected {b}" for name, (a, b) in pairs.items() if a != b]
+        ids, last = list(self.target_layer_ids), target.num_layers - 1
+        if not all(0 <= layer < last for layer in ids):
+            wrong.append(f"target_layer_ids got {ids}, expected 0 to {last - 1}")
+        return wrong
+
     def differences(self, other: "DrafterSpec") -> list[str]:
         """Name every field in which two specs differ, for error messages."""
         mine, theirs = asdict(self), asdict(other)
@@ -170,7 +187,7 @@ def resolve_spec(
         head_dim=table.head_dim or target.head_dim,
         vocab_size=target.vocab_size,
         rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope),
+        rope_parameters=own_rope(target.rope),
         max_position_embeddings=target.max_position_embeddings,
         num_target_layers=target.num_layers,
         target_layer_ids=tuple(target_layer_ids),
@@ -182,6 +199,11 @@ def resolve_spec(
     if table.precision == "fp8":
         _check_sizes_for_float8(spec)
     return spec
+
+
+def own_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a drafter's `rope_parameters` of its target's."""
+    return {key: value for key, value in rope.items() if key not in FOREIGN_ROPE_KEYS}
 
 
 def _check_sizes_for_float8(spec: DrafterSpec) -> None:
