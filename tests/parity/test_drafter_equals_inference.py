@@ -28,6 +28,16 @@ LAYER_MIXES = {
 }
 
 
+SHAPES = {
+    "a head each": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 16},
+    "one key head": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8},
+    "heads wider than hidden": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32},
+    "one feature": {"target_layer_ids": (4,)},
+}
+# Positions that a verified block adds: the anchor and what was accepted behind it.
+ROUNDS = (1, 4, 2, 3, 1, 4, 4, 1)
+
+
 def oracle(drafter: DFlashDrafter) -> torch.nn.Module:
     config = json.loads(json.dumps(drafter_config(drafter.spec)))
     config["dtype"] = "float32"
@@ -61,9 +71,9 @@ def noise_embedding(embedding: torch.Tensor, token: int, spec: DrafterSpec) -> t
     return embedding[[token] + [spec.mask_token_id] * (spec.block_size - 1)][None]
 
 
-def spec_with(mix: str, **changes: object) -> DrafterSpec:
+def spec_with(mix: str, window: int = 6, **changes: object) -> DrafterSpec:
     layer_types = LAYER_MIXES[mix]
-    window = 6 if SLIDING_ATTENTION in layer_types else 0
+    window = window if SLIDING_ATTENTION in layer_types else 0
     return make_spec(
         num_layers=len(layer_types), layer_types=layer_types, sliding_window=window, **changes
     )
@@ -72,7 +82,26 @@ def spec_with(mix: str, **changes: object) -> DrafterSpec:
 @pytest.mark.parametrize("mix", LAYER_MIXES)
 @pytest.mark.parametrize("block_size", [4, 5, 16])
 def test_training_forward_equals_published_inference_per_block(mix: str, block_size: int) -> None:
-    spec = spec_with(mix, block_size=block_size)
+    check_blocks(spec_with(mix, block_size=block_size))
+
+
+@pytest.mark.parametrize("mix", LAYER_MIXES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_does_for_every_grouping_of_heads_and_features(mix: str, shape: str) -> None:
+    check_blocks(spec_with(mix, **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("mix", ["sliding", "mixed"])
+@pytest.mark.parametrize("window", [1, 2, 3, 22, 100])
+def test_it_does_for_windows_shorter_than_a_block_and_longer_than_a_document(
+    mix: str, window: int
+) -> None:
+    check_blocks(spec_with(mix, window=window, block_size=5))
+
+
+def check_blocks(spec: DrafterSpec) -> None:
+    """Compare overlapping blocks of a packed row with published inference behind each anchor."""
+    block_size = spec.block_size
     drafter = make_drafter(spec)
     embedding, _ = make_tables(spec)
     row = make_row(spec, (23, 9, 14), num_tokens=64)
@@ -108,6 +137,39 @@ def test_incremental_context_equals_published_inference(mix: str) -> None:
             target_hidden=features[None, :stop],
         )[0, 1:]
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mix", LAYER_MIXES)
+def test_incremental_context_equals_published_cache_with_crops_and_recomputation(mix: str) -> None:
+    spec = spec_with(mix)
+    drafter = make_drafter(spec)
+    embedding, head = make_tables(spec)
+    features = torch.randn(6 + sum(ROUNDS), len(spec.target_layer_ids) * spec.hidden_size)
+    context = DraftContext(drafter.eval(), embedding, head)
+    published = oracle(drafter)
+    cache = dflash_model._make_cache(published.config)
+    seen, start = 0, 6  # a prompt of six tokens, then the rounds
+    for token, accepted in enumerate(ROUNDS):
+        block = noise_embedding(embedding, token, spec)
+        cached = published(
+            position_ids=torch.arange(seen, start + spec.block_size)[None],
+            noise_embedding=block,
+            target_hidden=features[None, seen:start],
+            past_key_values=cache,
+            use_cache=True,
+        )[0, 1:]
+        dflash_model._crop_to(cache, start)  # what the block has left there
+        afresh = published(
+            position_ids=torch.arange(start + spec.block_size)[None],
+            noise_embedding=block,
+            target_hidden=features[None, :start],
+        )[0, 1:]
+        context.append(features[seen:start])
+        got = context.final_hidden_states(torch.tensor([token]), torch.tensor([start]))
+        torch.testing.assert_close(got, afresh, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, cached, rtol=1e-4, atol=1e-5)
+        assert context.num_tokens == start, "nothing of a block is kept"
+        seen, start = start, start + accepted
 
 
 def test_blocks_proposed_at_once_equal_blocks_proposed_one_by_one() -> None:

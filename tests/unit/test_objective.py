@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.drafters.dflash import objective
+from common.drafters.dflash.attention import BlockLayout, make_layout
 from common.drafters.dflash.config import SLIDING_ATTENTION
 from common.drafters.dflash.initialise import random_init
 from common.drafters.dflash.metrics import StepFigures, unpack_sums
@@ -104,10 +106,25 @@ def test_every_parameter_has_a_gradient() -> None:
 
 def test_embedding_and_head_are_no_part_of_the_drafter() -> None:
     spec = make_spec()
-    objective = objective_of(make_drafter(spec))
-    names = {name for name, _ in objective.named_parameters()}
-    assert names == {f"drafter.{name}" for name, _ in objective.drafter.named_parameters()}
+    own = objective_of(make_drafter(spec))
+    names = {name for name, _ in own.named_parameters()}
+    assert names == {f"drafter.{name}" for name, _ in own.drafter.named_parameters()}
     assert not any("embed" in name or "head." in name for name in names)
+
+
+def layout_that_lets_the_anchors_feature_in(
+    anchors: Tensor, is_valid: Tensor, position_ids: Tensor, block_size: int
+) -> BlockLayout:
+    layout = make_layout(anchors, is_valid, position_ids, block_size)
+    return layout._replace(context_stop=layout.context_stop + is_valid.to(torch.int32))
+
+
+def layout_that_hides_the_last_feature(
+    anchors: Tensor, is_valid: Tensor, position_ids: Tensor, block_size: int
+) -> BlockLayout:
+    layout = make_layout(anchors, is_valid, position_ids, block_size)
+    shorter = torch.maximum(layout.context_stop - 1, layout.context_start)
+    return layout._replace(context_stop=shorter)
 
 
 def train_on_hints(shift: int, num_steps: int) -> StepFigures:
@@ -125,7 +142,7 @@ def train_on_hints(shift: int, num_steps: int) -> StepFigures:
             parameter.mul_(5.0 if parameter.ndim == 2 else 1.0)
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(vocab_size, width, generator=generator)
-    objective = objective_of(
+    hinted = objective_of(
         drafter, num_anchors=48, embedding=embedding, head=embedding, loss_chunk_rows=64
     )
     optimizer = torch.optim.Adam(drafter.parameters(), lr=4e-3)
@@ -140,7 +157,7 @@ def train_on_hints(shift: int, num_steps: int) -> StepFigures:
             aux_hidden_states=embedding[text[shift:]],
             draw=torch.tensor([0, step, 0]),
         )
-        loss, sums = objective(row)
+        loss, sums = hinted(row)
         optimizer.zero_grad()
         (loss / sums[1]).backward()
         optimizer.step()
@@ -158,3 +175,13 @@ def test_labels_that_only_the_anchors_own_feature_names_stay_unknown() -> None:
     figures = train_on_hints(shift=1, num_steps=150)
     assert figures.acceptance_rate_at[0] < 0.2
     assert figures.loss > 2.5
+
+
+def test_an_anchors_own_feature_that_is_let_in_shows_as_knowledge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The test above sees a mask that is one too wide, and the first one a mask that is too narrow.
+    monkeypatch.setattr(objective, "make_layout", layout_that_lets_the_anchors_feature_in)
+    assert train_on_hints(shift=1, num_steps=300).acceptance_rate_at == (1.0,)
+    monkeypatch.setattr(objective, "make_layout", layout_that_hides_the_last_feature)
+    assert train_on_hints(shift=2, num_steps=150).acceptance_rate_at[0] < 0.2
