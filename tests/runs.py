@@ -21,6 +21,7 @@ END_SECONDS = 280.0
 FORKS.set_forkserver_preload(HEAVY)
 FORKED = {
     "services.drafter_worker",
+    "services.drafter_worker.export",
     "services.target_server",
     "services.target_server.inspect",
     "services.target_server.prepare",

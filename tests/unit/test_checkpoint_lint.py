@@ -90,9 +90,12 @@ ZLAB_FAULTS: dict[str, tuple[Changes, str, tuple[str, ...]]] = {
     "the last layer": ({"dflash_config.target_layer_ids": [1, 3, 7]}, "dflash_config.target_layer_ids", (ZLAB, VLLM)),
     "ids out of order": ({"dflash_config.target_layer_ids": [5, 3, 1]}, "dflash_config.target_layer_ids", (SGLANG, VLLM)),
     "vLLM's ids": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "eagle_aux_hidden_state_layer_ids", (VLLM,)),
+    "block of one": ({"dflash_config.block_size": 1}, "dflash_config.block_size", (RINGDRAFT,)),
+    "ids of another kind": ({"dflash_config.target_layer_ids": ["1", "3", "5"]}, "dflash_config.target_layer_ids", (RINGDRAFT,)),
+    "width of another kind": ({"head_dim": "16"}, "head_dim", (RINGDRAFT,)),
     "no mask token": ({"dflash_config.mask_token_id": GONE}, "dflash_config.mask_token_id", (SGLANG, SPECFORGE)),
-    "mask token null": ({"dflash_config.mask_token_id": None}, "dflash_config.mask_token_id", (SGLANG,)),
-    "mask token no row": ({"dflash_config.mask_token_id": 97}, "dflash_config.mask_token_id", (SGLANG, VLLM)),
+    "mask token null": ({"dflash_config.mask_token_id": None}, "dflash_config.mask_token_id", (RINGDRAFT,)),
+    "mask token no row": ({"dflash_config.mask_token_id": 97}, "dflash_config.mask_token_id", (VLLM, RINGDRAFT)),
     "is_causal": ({"is_causal": True}, "is_causal", (ZLAB, VLLM, RINGDRAFT)),
     "causal": ({"dflash_config.causal": True}, "dflash_config.causal", (VLLM, RINGDRAFT)),
     "forced window": ({"dflash_config.use_swa": True}, "dflash_config.use_swa", (VLLM, RINGDRAFT)),
@@ -266,3 +269,33 @@ def test_the_command_prints_each_finding_and_exits_1(tmp_path: Path) -> None:
     assert repr(NOTHING) == "nothing"
     code, text = command(tmp_path / "absent")
     assert (code, "Traceback" in text, "config.json" in text) == (2, False, True)
+
+
+ODD = (None, 0, -1, 1.5, True, "x", [], [{}], ["x"], [-1], {}, {"rope_type": []}, {"a": 1})
+
+
+def every_key(config: Changes, prefix: str = "") -> list[str]:
+    keys = [f"{prefix}{key}" for key in config]
+    for key, value in config.items():
+        if isinstance(value, dict):
+            keys += every_key(value, f"{prefix}{key}.")
+    return keys
+
+
+@pytest.mark.parametrize("write", [write_zlab, write_other])
+def test_values_of_any_type_are_findings_and_never_a_crash(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    write(tmp_path)
+    whole = (tmp_path / "config.json").read_text(encoding="utf-8")
+    for key in every_key(json.loads(whole)):
+        for value in ODD:
+            change(tmp_path, {key: value})
+            try:
+                lint(tmp_path)
+                read_spec(tmp_path)
+            except CheckpointError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{key} = {value!r}") from error
+            (tmp_path / "config.json").write_text(whole, encoding="utf-8")

@@ -111,6 +111,11 @@ def read_spec(directory: Path) -> DrafterSpec:
         raise CheckpointError(
             f"checkpoint {str(directory)!r}: {CONFIG_FILE} lacks {error}; write it, nothing is guessed"
         ) from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r}: {CONFIG_FILE} has a value of another kind than its key's: "
+            f"{error}; `ringdraft lint` names it"
+        ) from error
     misread = [str(found) for found in zlab_findings(config) if RINGDRAFT in found.readers]
     if misread:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from common.drafters.dflash.findings import (
     Finding,
     at,
     is_count,
+    ours,
     table_at,
 )
 
@@ -53,7 +54,7 @@ def layer_types_of(network: Network) -> list[str]:
     """Return the kinds of the layers, all full where the key is missing or is no list."""
     kinds = network.get("layer_types")
     if isinstance(kinds, list):
-        return kinds
+        return [str(kind) for kind in kinds]
     count = network.get("num_hidden_layers")
     return [FULL_ATTENTION] * (count if is_count(count) else 0)
 
@@ -69,14 +70,14 @@ def _sizes(network: Network) -> Iterator[Finding]:
     for key in _SIZES:
         got = at(network, key)
         if not is_count(got):
-            yield Finding(key, got, "a positive number", _BUILDERS, _DEFAULT_INSTEAD)
+            yield Finding(key, got, "a positive number", (*_BUILDERS, *ours(got)), _DEFAULT_INSTEAD)
     heads, kv_heads = network.get("num_attention_heads"), network.get("num_key_value_heads")
     if is_count(heads) and is_count(kv_heads) and heads % kv_heads:
-        yield Finding("num_key_value_heads", kv_heads, f"a divisor of {heads} heads", _BUILDERS,
+        yield Finding("num_key_value_heads", kv_heads, f"a divisor of {heads} heads", (*_BUILDERS, RINGDRAFT),
                       "cannot share keys among the heads")  # fmt: skip
     eps = at(network, "rms_norm_eps")
     if not isinstance(eps, float) or not eps > 0:
-        yield Finding("rms_norm_eps", eps, "a small number, such as 1e-06", _BUILDERS,
+        yield Finding("rms_norm_eps", eps, "a small number, such as 1e-06", (*_BUILDERS, *ours(eps)),
                       _DEFAULT_INSTEAD)  # fmt: skip
 
 
@@ -124,7 +125,10 @@ def _layer_types(network: Network) -> Iterator[Finding]:
         yield Finding("layer_types", got, f"{count} kinds", (TRANSFORMERS, ZLAB, VLLM),
                       "make kinds from max_window_layers, or make all full")  # fmt: skip
         return
-    known = isinstance(got, list) and set(got) <= {FULL_ATTENTION, SLIDING_ATTENTION}
+    known = isinstance(got, list) and set(layer_types_of(network)) <= {
+        FULL_ATTENTION,
+        SLIDING_ATTENTION,
+    }
     if not known or len(got) != count:
         yield Finding("layer_types", got, f"{count} of 'full_attention' and 'sliding_attention'",
                       (*_BUILDERS, RINGDRAFT), "attend otherwise, or stop")  # fmt: skip

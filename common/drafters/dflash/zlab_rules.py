@@ -20,6 +20,7 @@ from common.drafters.dflash.findings import (
     at,
     is_count,
     is_ids,
+    ours,
     table_at,
 )
 from common.drafters.dflash.network_rules import layer_types_of, network_findings
@@ -50,12 +51,12 @@ def zlab_findings(config: Config) -> list[Finding]:
 
 def mask_token_findings(key: str, got: Any, network: Config) -> Iterator[Finding]:
     """Yield what is wrong with a mask token's id, of either layout."""
-    size = network.get("vocab_size")
+    size, own = network.get("vocab_size"), ours(got)
     if not is_count(got, 0):
-        yield Finding(key, got, "the id that was trained with", (SGLANG, SPECFORGE),
+        yield Finding(key, got, "the id that was trained with", (SGLANG, SPECFORGE, *own),
                       "take a token of the tokenizer, or its pad, eos or unk")  # fmt: skip
     elif is_count(size) and got >= size:
-        yield Finding(key, got, f"a row of the target's embedding, under {size}", (SGLANG, VLLM),
+        yield Finding(key, got, f"a row of the target's embedding, under {size}", (SGLANG, VLLM, RINGDRAFT),
                       "stop, or read a row that does not exist")  # fmt: skip
 
 
@@ -78,13 +79,12 @@ def _block_size(config: Config) -> Iterator[Finding]:
     outer, inner = at(config, "block_size"), at(table_at(config, "dflash_config"), "block_size")
     is_outer, is_inner = is_count(outer, 2), is_count(inner, 2)
     if not is_outer:
-        yield Finding(
-            "block_size", outer, "the block size", (SPECFORGE,), "stops, it looks here alone"
-        )
+        yield Finding("block_size", outer, "the block size", (SPECFORGE, *ours(outer)),
+                      "stops, it looks here alone")  # fmt: skip
     if not is_inner:
         yield Finding("dflash_config.block_size", inner, "the block size",
-                      (ZLAB, SGLANG) if not is_outer else ("loaders of newer checkpoints",),
-                      "take 16")  # fmt: skip
+                      (ZLAB, SGLANG, *ours(inner)) if not is_outer or ours(inner) else
+                      ("loaders of newer checkpoints",), "take 16")  # fmt: skip
     if is_outer and is_inner and outer != inner:
         yield Finding("block_size", outer, f"{inner} as in dflash_config", (SPECFORGE, SGLANG, VLLM),
                       "draft blocks of another size than z-lab")  # fmt: skip
@@ -105,8 +105,9 @@ def _layer_ids(config: Config) -> Iterator[Finding]:
     key = "dflash_config.target_layer_ids"
     ids = at(table_at(config, "dflash_config"), "target_layer_ids")
     if not is_ids(ids):
-        yield Finding(key, ids, "the layers that were trained with", (ZLAB, SPECFORGE, VLLM, SGLANG),
-                      "take layers that are spread evenly")  # fmt: skip
+        yield Finding(key, ids, "the layers that were trained with",
+                      (ZLAB, SPECFORGE, VLLM, SGLANG, *ours(ids)),
+                      "take layers that are spread evenly, or stop")  # fmt: skip
         return
     yield from ascending_findings(key, ids)
     count = config.get("num_target_layers")
