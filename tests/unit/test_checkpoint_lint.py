@@ -83,7 +83,7 @@ ZLAB_FAULTS: dict[str, tuple[Changes, str, tuple[str, ...]]] = {
     "code not shipped": ({"auto_map": {"AutoModel": "dflash.X"}}, "auto_map", ("transformers",)),
     "block at the top": ({"block_size": GONE}, "block_size", (SPECFORGE,)),
     "block inside": ({"dflash_config.block_size": GONE}, "dflash_config.block_size", ("loaders of newer checkpoints",)),
-    "two blocks": ({"block_size": 8}, "block_size", (SPECFORGE, SGLANG)),
+    "two blocks": ({"block_size": 8}, "block_size", (SPECFORGE, "speculators")),
     "no target layers": ({"num_target_layers": GONE}, "num_target_layers", (ZLAB, SPECFORGE)),
     "features counted": ({"dflash_config.num_target_layers": 3}, "dflash_config.num_target_layers", (SGLANG,)),
     "no layer ids": ({"dflash_config.target_layer_ids": GONE}, "dflash_config.target_layer_ids", (VLLM, ZLAB)),
@@ -140,6 +140,11 @@ SLIDING_FAULTS: dict[str, tuple[Changes, Changes, str]] = {
     "window unused": (MIXED, {"use_sliding_window": False}, "use_sliding_window"),
     "no window": (MIXED, {"sliding_window": None}, "sliding_window"),
     "bidirectional": (SLIDING, {"is_causal": False}, "is_causal"),
+    "width of vLLM": (
+        SLIDING,
+        {"dflash_config.swa_window_size": 7},
+        "dflash_config.swa_window_size",
+    ),
     "causal, mixed": (MIXED, {"dflash_config.causal": True}, "dflash_config.causal"),
 }
 

@@ -86,10 +86,10 @@ def _rope(network: Network) -> Iterator[Finding]:
     theta = at(table_at(network, "rope_parameters"), "rope_theta")
     if legacy is NOTHING and theta is NOTHING:
         yield Finding("rope_theta", legacy, "the base, here and in rope_parameters", _BUILDERS,
-                      "take 10000")  # fmt: skip
+                      "take 10000, or a base of their own")  # fmt: skip
     elif legacy is NOTHING:
         yield Finding("rope_theta", legacy, f"{theta!r}, here as well", (SGLANG, VLLM),
-                      "releases that know no rope_parameters take 10000")  # fmt: skip
+                      "releases that know no rope_parameters take a base of their own")  # fmt: skip
     elif theta not in (NOTHING, legacy):
         yield Finding("rope_theta", legacy, f"{theta!r} as in rope_parameters", (SGLANG, VLLM),
                       "releases that know no rope_parameters turn heads by it")  # fmt: skip
@@ -100,7 +100,7 @@ def _foreign_rope(network: Network) -> Iterator[Finding]:
         value = table_at(network, "rope_parameters").get(key, network.get(key))
         if value not in (None, 1.0):
             yield Finding(f"rope_parameters.{key}", value, "nothing: whole heads are turned",
-                          (VLLM, SGLANG), "turn less of a head, or by other axes")  # fmt: skip
+                          (VLLM,), "turns less of a head, or by other axes")  # fmt: skip
 
 
 def _rope_scaling(network: Network) -> Iterator[Finding]:
@@ -150,8 +150,8 @@ def _fixed_keys(network: Network) -> Iterator[Finding]:
         yield Finding("hidden_act", network["hidden_act"], "'silu'", (SGLANG, RINGDRAFT),
                       "stop, or take 'silu'")  # fmt: skip
     if network.get("attention_bias"):
-        yield Finding("attention_bias", network["attention_bias"], "false", (SGLANG, RINGDRAFT),
-                      "have no biases")  # fmt: skip
+        yield Finding("attention_bias", network["attention_bias"], "false", (RINGDRAFT,),
+                      "has no biases")  # fmt: skip
     if network.get("tie_word_embeddings"):
         yield Finding("tie_word_embeddings", True, "false: head and embedding are the target's",
                       (TRANSFORMERS, VLLM), "may tie a head to an embedding that is not here")  # fmt: skip

@@ -13,6 +13,7 @@ from common.drafters.dflash.findings import (
     RINGDRAFT,
     SGLANG,
     SPECFORGE,
+    SPECULATORS,
     TRANSFORMERS,
     VLLM,
     ZLAB,
@@ -86,8 +87,8 @@ def _block_size(config: Config) -> Iterator[Finding]:
                       (ZLAB, SGLANG, *ours(inner)) if not is_outer or ours(inner) else
                       ("loaders of newer checkpoints",), "take 16")  # fmt: skip
     if is_outer and is_inner and outer != inner:
-        yield Finding("block_size", outer, f"{inner} as in dflash_config", (SPECFORGE, SGLANG, VLLM),
-                      "draft blocks of another size than z-lab")  # fmt: skip
+        yield Finding("block_size", outer, f"{inner} as in dflash_config", (SPECFORGE, SPECULATORS),
+                      "take this one, z-lab and SGLang the other")  # fmt: skip
 
 
 def _target_layers(config: Config) -> Iterator[Finding]:
@@ -145,13 +146,18 @@ def _causality(config: Config) -> Iterator[Finding]:
 
 
 def _forced_window(config: Config) -> Iterator[Finding]:
-    inner = table_at(config, "dflash_config")
-    fits = set(layer_types_of(config)) == {SLIDING_ATTENTION} and (
-        inner.get("swa_window_size") in (None, config.get("sliding_window"))
+    """vLLM puts a window on full layers where `use_swa` says so, and prefers its own width."""
+    inner, is_sliding = (
+        table_at(config, "dflash_config"),
+        SLIDING_ATTENTION in layer_types_of(config),
     )
-    if inner.get("use_swa") and not fits:
+    if inner.get("use_swa") and not is_sliding:
         yield Finding("dflash_config.use_swa", inner["use_swa"], "nothing: layer_types say it",
                       (VLLM, RINGDRAFT), "put a window on every layer, or do not know the key")  # fmt: skip
+    width = inner.get("swa_window_size")
+    if is_sliding and width not in (None, config.get("sliding_window")):
+        yield Finding("dflash_config.swa_window_size", width, "nothing, or sliding_window",
+                      (VLLM, RINGDRAFT), "take this width, or do not know the key")  # fmt: skip
 
 
 def _scales(config: Config) -> Iterator[Finding]:
