@@ -93,7 +93,9 @@ def find_target(table: ExportTable, spec: "DrafterSpec") -> "TargetReference":
             table.checkpoint, trained_with["fingerprint"], name, target.fingerprint,
         )  # fmt: skip
     config = json.loads((files.folder / "config.json").read_text(encoding="utf-8"))
-    return TargetReference(name, tuple(config.get("architectures") or ()))
+    # A reader has another working directory; a hub id stays one.
+    found_at = str(files.folder) if Path(name).expanduser().is_dir() else name
+    return TargetReference(found_at, tuple(config.get("architectures") or ()))
 
 
 def _origin(checkpoint: Path) -> dict[str, str]:

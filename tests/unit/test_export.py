@@ -19,6 +19,7 @@ from common.drafters.dflash.speculators import TargetReference
 from common.errors import CheckpointError, ConfigError
 from common.folders import whole_folder
 from common.target.loading import describe_target
+from services.drafter_worker.export import ExportTable, find_target
 from tests.drafters import make_drafter, make_spec
 from tests.targets import make_tiny_target
 
@@ -198,6 +199,14 @@ def test_the_command_takes_the_runs_own_target_and_names_what_it_wrote(
     verifier = config_of(out)["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == str(tmp_path / "target")
     assert verifier["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_folder_is_named_in_full_to_readers(
+    tmp_path: Path, of_a_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = ExportTable(checkpoint=of_a_run, to="speculators", out=Path("out"), target="target")
+    assert find_target(table, read_spec(of_a_run)).name == str(tmp_path / "target")
 
 
 def test_the_command_refuses_another_target_in_one_line(tmp_path: Path, of_a_run: Path) -> None:
