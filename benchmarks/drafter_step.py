@@ -250,7 +250,7 @@ def head_ms(stepper: Stepper) -> float:
     def run() -> None:
         head_loss(
             hidden, objective.head, labels, is_used, None, None, "cross_entropy",
-            objective.loss_chunk_rows, objective.head_rows, objective.float8_head,
+            objective.loss_chunk_rows, objective.head_rows, objective.float8_head, 0.0,
         )  # fmt: skip
 
     return median_ms(run, 10)

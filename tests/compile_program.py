@@ -70,7 +70,7 @@ def small_steps() -> list[float]:
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         hidden = norm(rows @ matrix)
-        arguments = (hidden, head, labels, is_used, None, None, "cross_entropy", 4, 4, [])
+        arguments = (hidden, head, labels, is_used, None, None, "cross_entropy", 4, 4, [], 0.0)
         return head_loss(*arguments)[0].sum()
 
     step, losses = compile_whole(loss_of), []

@@ -80,8 +80,8 @@ def test_cross_entropy_through_a_float8_head_is_that_in_bfloat16() -> None:
     labels = torch.randint(4096, (300,), device="cuda")
     is_used = torch.arange(300, device="cuda") % 7 != 0
     rest = (labels, is_used, None, None, "cross_entropy", 128, 300)
-    losses, is_correct, gradient = head_loss(hidden, head, *rest, [])
-    got, got_correct, got_gradient = head_loss(hidden, head, *rest, list(scaled(head)))
+    losses, is_correct, gradient = head_loss(hidden, head, *rest, [], 0.0)
+    got, got_correct, got_gradient = head_loss(hidden, head, *rest, list(scaled(head)), 0.0)
     assert 0 < relative_error(got, losses) < TOLERANCE
     assert (got_correct == is_correct).float().mean() > 0.95
     assert 0 < relative_error(got_gradient, gradient) < 2 * TOLERANCE

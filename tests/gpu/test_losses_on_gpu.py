@@ -71,7 +71,7 @@ def loss_kernels() -> ModuleType:
 def test_op_gives_what_it_gives_on_the_cpu(kind: str, vocab: int) -> None:
     given = on(inputs(kind, vocab), "cpu", torch.float32)
     losses, is_correct, gradient = head_loss(
-        **given, kind=kind, chunk_rows=64, head_rows=1 << 20, float8_head=[]
+        **given, kind=kind, chunk_rows=64, head_rows=1 << 20, float8_head=[], target_softcap=0.0
     )
     got = head_loss(
         **on(given, "cuda", torch.float32),
@@ -79,6 +79,7 @@ def test_op_gives_what_it_gives_on_the_cpu(kind: str, vocab: int) -> None:
         chunk_rows=128,
         head_rows=1 << 20,
         float8_head=[],
+        target_softcap=0.0,
     )
     torch.testing.assert_close(got[0].cpu(), losses, rtol=1e-4, atol=1e-4)
     assert torch.equal(got[1].cpu(), is_correct)
@@ -118,7 +119,7 @@ def test_rows_that_are_not_used_and_huge_logits_never_give_nan(kind: str) -> Non
     given = on(inputs(kind, 5000, scale=1e4), "cuda", torch.bfloat16)
     given["hidden"][~given["is_used"]] = float("nan")
     losses, is_correct, gradient = head_loss(
-        **given, kind=kind, chunk_rows=128, head_rows=1 << 20, float8_head=[]
+        **given, kind=kind, chunk_rows=128, head_rows=1 << 20, float8_head=[], target_softcap=0.0
     )
     unused = ~given["is_used"]
     assert torch.isfinite(losses).all()

@@ -72,7 +72,7 @@ def loss_of(
     labels, weights, is_supervised = (part[:num_blocks] for part in supervision_of(row, spec))
     losses, _, _ = head_loss(
         final, head, labels.flatten(), is_supervised.flatten(),
-        None, None, "cross_entropy", 5, len(final), [],
+        None, None, "cross_entropy", 5, len(final), [], 0.0,
     )  # fmt: skip
     return (losses * weights.flatten()).sum(), final
 

@@ -109,7 +109,7 @@ def test_loss_through_a_float8_head_is_that_of_the_exact_one(kind: str) -> None:
     is_used = torch.arange(40) % 5 != 0
     rest = (target, torch.arange(40)) if kind == "kl" else (None, None)
     results = [
-        head_loss(hidden, head, labels, is_used, *rest, kind, 16, 40, form)
+        head_loss(hidden, head, labels, is_used, *rest, kind, 16, 40, form, 0.0)
         for form in ([], list(scaled(head)))
     ]
     (losses, _, gradient), (losses_8, _, gradient_8) = results

@@ -29,7 +29,9 @@ def inputs(
     }
 
 
-def reference_losses(given: dict[str, Tensor | None], kind: str, hidden: Tensor) -> Tensor:
+def reference_losses(
+    given: dict[str, Tensor | None], kind: str, hidden: Tensor, softcap: float = 0.0
+) -> Tensor:
     """Return each row's loss in float64, differentiable; zero where a row is not used."""
     head = given["head"].double()
     log_q = (hidden @ head.T).log_softmax(-1)
@@ -37,7 +39,9 @@ def reference_losses(given: dict[str, Tensor | None], kind: str, hidden: Tensor)
         losses = -log_q.gather(1, given["labels"][:, None])[:, 0]
     else:
         target = given["target_hidden"].double()[given["target_tokens"]]
-        p, q = (target @ head.T).softmax(-1), log_q.exp()
+        logits = target @ head.T
+        logits = softcap * (logits / softcap).tanh() if softcap else logits
+        p, q = logits.softmax(-1), log_q.exp()
         divergence = torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
         distance = 0.5 * (p - q).abs().sum(-1)
         share = torch.exp(-3.0 * torch.minimum(p, q).sum(-1)).detach()
@@ -52,7 +56,12 @@ def test_loss_and_gradient_equal_autograd_in_float64(kind: str, chunk_rows: int)
     given, weights = inputs(kind), torch.rand(NUM_ROWS)
     given["hidden"].requires_grad_()
     losses, is_correct, _ = head_loss(
-        **given, kind=kind, chunk_rows=chunk_rows, head_rows=1 << 20, float8_head=[]
+        **given,
+        kind=kind,
+        chunk_rows=chunk_rows,
+        head_rows=1 << 20,
+        float8_head=[],
+        target_softcap=0.0,
     )
     (losses * weights).sum().backward()
     hidden = given["hidden"].detach().double().requires_grad_()
@@ -65,11 +74,34 @@ def test_loss_and_gradient_equal_autograd_in_float64(kind: str, chunk_rows: int)
     assert torch.equal(is_correct, (best == given["labels"]) & given["is_used"])
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("head_rows", [40, 1 << 20])
+def test_a_cap_bends_the_targets_distribution_and_not_the_drafters(
+    kind: str, head_rows: int
+) -> None:
+    given = inputs(kind)
+    assert given["is_used"].sum() < 40 < NUM_ROWS
+    given["hidden"].requires_grad_()
+    losses, is_correct, _ = head_loss(
+        **given, kind=kind, chunk_rows=16, head_rows=head_rows, float8_head=[], target_softcap=1.5
+    )
+    losses.sum().backward()
+    hidden = given["hidden"].detach().double().requires_grad_()
+    expected = reference_losses(given, kind, hidden, softcap=1.5)
+    expected.sum().backward()
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given["hidden"].grad.double(), hidden.grad, rtol=1e-4, atol=1e-6)
+    uncapped = reference_losses(given, kind, hidden)
+    assert (expected - uncapped).abs().max() > 0.01
+    best = (given["hidden"] @ given["head"].T).argmax(-1)
+    assert torch.equal(is_correct, (best == given["labels"]) & given["is_used"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_rows_keep_a_float32_loss(kind: str) -> None:
     given = inputs(kind, torch.bfloat16)
     losses, _, gradient = head_loss(
-        **given, kind=kind, chunk_rows=16, head_rows=1 << 20, float8_head=[]
+        **given, kind=kind, chunk_rows=16, head_rows=1 << 20, float8_head=[], target_softcap=0.0
     )
     hidden = given["hidden"].double().requires_grad_()
     expected = reference_losses(given, kind, hidden)
@@ -86,7 +118,7 @@ def test_rows_that_are_not_used_count_nothing_even_where_they_are_nan(kind: str)
     given = inputs(kind)
     given["hidden"][~given["is_used"]] = float("nan")
     losses, is_correct, gradient = head_loss(
-        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[]
+        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[], target_softcap=0.0
     )
     assert torch.equal(gradient.abs().amax(-1) > 0, given["is_used"])
     assert torch.equal(losses > 0, given["is_used"])
@@ -96,7 +128,12 @@ def test_rows_that_are_not_used_count_nothing_even_where_they_are_nan(kind: str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_huge_logits_stay_finite(kind: str) -> None:
     losses, _, gradient = head_loss(
-        **inputs(kind, scale=1e4), kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[]
+        **inputs(kind, scale=1e4),
+        kind=kind,
+        chunk_rows=8,
+        head_rows=1 << 20,
+        float8_head=[],
+        target_softcap=0.0,
     )
     assert torch.isfinite(losses).all()
     assert torch.isfinite(gradient).all()
@@ -107,7 +144,7 @@ def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(kind:
     given = inputs(kind)
     given["hidden"] = given["target_hidden"][given["target_tokens"]]
     losses, _, gradient = head_loss(
-        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[]
+        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[], target_softcap=0.0
     )
     torch.testing.assert_close(losses, torch.zeros(NUM_ROWS), atol=1e-5, rtol=0)
     assert gradient.abs().max() < 1e-5
@@ -117,7 +154,9 @@ def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(kind:
 def test_arguments_are_left_alone(kind: str) -> None:
     given = inputs(kind)
     copies = {name: value.clone() for name, value in given.items() if value is not None}
-    head_loss(**given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[])
+    head_loss(
+        **given, kind=kind, chunk_rows=8, head_rows=1 << 20, float8_head=[], target_softcap=0.0
+    )
     assert all(torch.equal(given[name], value) for name, value in copies.items())
 
 
@@ -125,12 +164,19 @@ def test_arguments_are_left_alone(kind: str) -> None:
 def test_op_holds_what_the_compiler_needs_of_it(kind: str) -> None:
     given = inputs(kind)
     given["hidden"].requires_grad_()
-    torch.library.opcheck(head_loss, (*given.values(), kind, 16, 1 << 20, []))
+    torch.library.opcheck(head_loss, (*given.values(), kind, 16, 1 << 20, [], 1.5))
 
 
 def test_a_loss_against_the_target_without_the_target_is_refused() -> None:
     with pytest.raises(ValueError, match="'kl' got no hidden states of the target"):
-        head_loss(**inputs(), kind="kl", chunk_rows=8, head_rows=1 << 20, float8_head=[])
+        head_loss(
+            **inputs(),
+            kind="kl",
+            chunk_rows=8,
+            head_rows=1 << 20,
+            float8_head=[],
+            target_softcap=0.0,
+        )
 
 
 def test_the_target_predicts_slot_k_at_anchor_plus_k_minus_1() -> None:

@@ -102,6 +102,22 @@ def test_loss_weights_and_gradient_are_those_of_the_plain_form(
     assert sums[0] == total.detach()
 
 
+def test_a_cap_of_the_targets_logits_reaches_the_loss() -> None:
+    """A cap far above the logits leaves the loss as it is; a low one makes the target uniform."""
+    spec = make_spec()
+    objective = make_objective(make_drafter(spec), "kl")
+    row = make_row(spec, (20,), num_tokens=20)
+    plain = objective(row)[0]
+    objective.target_softcap = 1e6
+    torch.testing.assert_close(objective(row)[0], plain, rtol=1e-3, atol=1e-3)
+    objective.target_softcap = 1e-6
+    capped = objective(row)[0]
+    row = row._replace(last_hidden_states_normed=torch.zeros_like(row.last_hidden_states_normed))
+    objective.target_softcap = 0.0
+    torch.testing.assert_close(objective(row)[0], capped, rtol=1e-4, atol=1e-4)
+    assert abs(capped - plain) > 1
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_documents_of_a_row_have_the_loss_that_they_have_alone(loss: LossName) -> None:
     spec = make_spec()

@@ -7,6 +7,9 @@ chunk (a third for the target's logits) are all there is, nothing is recomputed,
 their chunk. Rows come out unweighted, and the backward scales each by what its loss counts: weights may
 depend on the losses, as D-PACE's do.
 
+Of a target that caps its logits, only the target's own are capped: the drafter learns that distribution
+with logits that nothing caps, in training as in serving.
+
 A anchors, S slots, R = A * (S - 1) draft rows, H hidden, V vocabulary.
 """
 
@@ -99,6 +102,7 @@ def head_loss(
     chunk_rows: int,
     head_rows: int,  # how many are used at most: others never reach the head
     float8_head: list[Tensor],  # the fields of `Scaled` of the head, for float8 products
+    target_softcap: float,  # c of the target's logits c * tanh(logits / c); 0: not capped
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses [R] float32, whether argmax is the label [R] bool, d(loss)/d(hidden) [R, H].
 
@@ -110,7 +114,7 @@ def head_loss(
         tokens = None if target_tokens is None else target_tokens[place]
         packed = head_loss(
             hidden[place], head, labels[place], is_used[place], target_hidden, tokens, kind,
-            chunk_rows, head_rows, float8_head,
+            chunk_rows, head_rows, float8_head, target_softcap,
         )  # fmt: skip
         losses, is_correct, gradient = (
             part.new_zeros(len(hidden), *part.shape[1:]).index_copy_(0, place, part)
@@ -131,6 +135,8 @@ def head_loss(
         logits, target_logits = _logits(hidden[rows], head, in_float8), None
         if target_hidden is not None and target_tokens is not None:
             target_logits = target_hidden[target_tokens[rows]] @ head.T
+            if target_softcap:
+                target_logits.div_(target_softcap).tanh_().mul_(target_softcap)
         slopes = _slopes(
             logits, target_logits, labels[rows], is_used[rows], cast("RowLoss", kind),
             losses[rows], is_correct[rows],
@@ -191,8 +197,10 @@ def _(
     chunk_rows: int,
     head_rows: int,
     float8_head: list[Tensor],
+    target_softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del head, labels, target_hidden, target_tokens, kind, chunk_rows, head_rows, float8_head
+    del target_softcap
     return (
         hidden.new_empty(len(hidden), dtype=torch.float32),
         torch.empty_like(is_used),
@@ -201,14 +209,14 @@ def _(
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.num_float8_parts = len(inputs[-1])
+    ctx.num_float8_parts = len(inputs[-2])
     ctx.save_for_backward(output[2])
 
 
 def _scale_gradient(ctx: Any, on_losses: Tensor, *_others: Tensor | None) -> tuple[Any, ...]:
     (gradient,) = ctx.saved_tensors
     weighted = (gradient * on_losses[:, None]).to(gradient.dtype)
-    return weighted, *(None,) * 8, [None] * ctx.num_float8_parts
+    return weighted, *(None,) * 8, [None] * ctx.num_float8_parts, None
 
 
 head_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

@@ -75,6 +75,7 @@ class DFlashObjective(nn.Module):
         head_rows: int = 0,
         loss: LossName = "cross_entropy",
         precision: Precision = "bf16",
+        target_softcap: float = 0.0,
     ) -> None:
         super().__init__()
         spec = drafter.spec
@@ -87,6 +88,7 @@ class DFlashObjective(nn.Module):
         self.head_rows = head_bucket(head_rows, num_anchors * spec.num_draft_tokens)
         self.backend = backend
         self.loss = loss
+        self.target_softcap = target_softcap
         self.layer_kinds = [int(kind == SLIDING_ATTENTION) for kind in spec.layer_types]
         windows = torch.tensor([UNBOUNDED_WINDOW, spec.sliding_window or 1], dtype=torch.int32)
         self.float8_head = list(scaled(head, by_columns=False)) if precision == "fp8" else []
@@ -159,6 +161,7 @@ class DFlashObjective(nn.Module):
             self.loss_chunk_rows,
             self.head_rows,
             self.float8_head,
+            self.target_softcap,
         )
         return losses.view(-1, num_slots), is_correct.view(-1, num_slots)
 
