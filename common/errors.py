@@ -2,6 +2,7 @@
 
     RingdraftError
       ConfigError              a file, key or combination that cannot be run; exit code 2
+        TargetCheckError       a target that fails a check at start-up
       RingError
         LayoutMismatchError    magic, version, geometry or schema differ at attach
         SlotStateError         a transition that the tables do not allow: a bug in the caller
@@ -29,6 +30,14 @@ class RingdraftError(Exception):
 
 class ConfigError(RingdraftError):
     """A configuration that cannot be run; the process exits with code 2."""
+
+
+class TargetCheckError(ConfigError):
+    """A target that fails a check at start-up. `results` has every result up to the failure."""
+
+    def __init__(self, message: str, results: dict[str, str]) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 class RingError(RingdraftError):

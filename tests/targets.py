@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 VOCAB_SIZE = 300
@@ -29,19 +31,49 @@ CHATML = (
 )
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _WORDS = "the quick brown fox jumps over the lazy dog and then the other dog " * 4
-_FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    # Three layers of linear attention before each one of full attention.
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+# Three layers of linear attention before each one of full attention.
+_HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
+_WINDOWS = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
 }
 _FAMILY_SETTINGS = {
-    "qwen3_5": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
+    "qwen3_5": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _EXPERTS | _SHARED_EXPERT,
+    "qwen3_next": _HYBRID | _EXPERTS | _SHARED_EXPERT,
+    "qwen3_moe": _EXPERTS,
+    "gemma2": _WINDOWS | {"query_pre_attn_scalar": 8},
+    "gemma3": _WINDOWS | {"query_pre_attn_scalar": 8},
+    "gemma3_text": _WINDOWS | {"query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "gpt_oss": _WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {"no_rope_layer_interval": 2},
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_position_embeddings": 4,
+}
+# Models that read images too, by the config that holds their text part.
+_WITH_IMAGES = {
+    "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
 }
 
 
@@ -68,8 +100,7 @@ def make_tiny_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokeniz
 
 
 def make_tiny_target(path: Path, family: str = "llama", **overrides: Any) -> Path:
-    """Save a random model of `family` ("llama", "qwen3", "qwen3_5") and its tokenizer; return the folder."""
-    config_class, model_class = _FAMILIES[family]
+    """Save a random model of `family`, a `model_type`, and its tokenizer; return the folder."""
     tokenizer = make_tiny_tokenizer()
     seed = overrides.pop("seed", 0)
     settings = {
@@ -89,7 +120,17 @@ def make_tiny_target(path: Path, family: str = "llama", **overrides: Any) -> Pat
     } | _FAMILY_SETTINGS.get(family, {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config_class(**settings | overrides))
+        model = _make_model(family, settings | overrides)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def _make_model(family: str, settings: dict[str, Any]) -> PreTrainedModel:
+    if family not in _WITH_IMAGES:
+        config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
+        return AutoModelForCausalLM.from_config(config)
+    config_class, model_class = _WITH_IMAGES[family]
+    tied = settings["tie_word_embeddings"]
+    config = config_class(text_config=settings, vision_config=_VISION, tie_word_embeddings=tied)
+    return model_class(config)

@@ -72,6 +72,8 @@ class TargetTable(Table):
     templates show which ask for it, 2025-01-01 where it is not given: rows must not change overnight."""
     mask_token_id: int = -1
     """Token id of the drafter's mask slots; -1: the first row behind the tokenizer's last id."""
+    allow_untested_target: bool = False
+    """Whether a target whose family no test covers may be used."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Target servers of the run, each with a ring of its own and its share of the rows."""
 

@@ -1,18 +1,23 @@
 """Start-up checks of the captured features on the real target; the server decides what follows.
 
-Both errors they look for are silent: a layer id that is off by one costs a few percent of
-acceptance, and documents that see each other train a drafter on features that serving never has.
+The errors they look for are silent: a layer id that is off by one costs a few percent of acceptance,
+documents that see each other train a drafter on features that serving never has, and a head that is
+not the target's own makes drafts of another vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from common.float8 import dequantise, quantise
-from common.target.features import FeatureTap, decoder_of, run_packed, run_row
+from common.target.families import NormForm
+from common.target.features import FeatureTap, decoder_layers, decoder_of, run_packed
+from common.target.loading import TargetDescription
+from common.target.weights import FrozenTables
 
 _LEAST_COSINE = 0.999
 _LEAST_MARGIN = 4.0
@@ -20,9 +25,14 @@ _LEAST_MARGIN = 4.0
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 # A document feels those before it most in its first tokens.
 _FIRST_TOKENS = 16
-# Both sides of the head's check are the same product; its logits are wide, so of a few tokens.
+# Both sides of the head's check are the same product.
 _HEAD_NOISE = 0.01
-_HEAD_TOKENS = 128
+_HEAD_POSITIONS = 1000
+# Of bfloat16 logits about 2 % have another likeliest token.
+_LEAST_EQUAL = 0.9
+# Logits are wide: these many tokens' exist in float32 at once.
+_CHUNK_TOKENS = 128
+_CHUNK_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,19 @@ class LayerCheck:
     """Least cosine over tokens with `hidden_states[layer_id + 1]`."""
     error: float
     """Relative error against `hidden_states[layer_id + 1]`."""
+    rms: float
+    """Root mean square of its features; one layer far above the others drowns them in `fc`."""
+    neighbour_cosine: float
+    """Larger of the least cosines with the outputs of the layers before and after."""
     neighbour_error: float
     """Smaller of the relative errors against the outputs of the layers before and after."""
 
     @property
     def holds(self) -> bool:
         """Whether this is that layer's output and plainly no neighbour's."""
-        return self.cosine > _LEAST_COSINE and self.neighbour_error > _LEAST_MARGIN * self.error
+        is_nearer = self.neighbour_cosine < self.cosine
+        is_plain = self.neighbour_error > _LEAST_MARGIN * self.error
+        return self.cosine > _LEAST_COSINE and is_nearer and is_plain
 
 
 @dataclass(frozen=True)
@@ -73,15 +89,41 @@ class Float8Check:
 
 
 @dataclass(frozen=True)
-class HeadCheck:
-    """The target's logits against its head's product with what a tap keeps of the last layer."""
+class EmbeddingCheck:
+    """The embedding rows that a drafter reads, times the family's scale, against the target's inputs."""
 
+    scale: float
     error: float
     """Largest over tokens of the relative error."""
+    tolerance: float
 
     @property
     def holds(self) -> bool:
-        """Whether the product alone makes the target's distribution."""
+        """Whether these rows are what the target is fed."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """What norm and head make of the last layer's output, against the target's own logits."""
+
+    num_positions: int
+    num_equal: int
+    """Positions whose likeliest token is the same."""
+    num_ties: int
+    """Positions whose likeliest tokens differ and have the same logit but for rounding."""
+    error: float
+    """Largest over tokens of the relative error of the logits."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether they choose the target's tokens, counted ties aside."""
+        is_equal = self.num_equal + self.num_ties == self.num_positions
+        return is_equal and self.num_equal >= _LEAST_EQUAL * self.num_positions
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they make the target's distribution too, not its choices alone."""
         return self.error <= _HEAD_NOISE
 
 
@@ -142,20 +184,76 @@ def check_float8(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tenso
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor) -> HeadCheck:
-    """Compare the head's product with the last hidden states of one document [T] with the logits.
-
-    A target that scales or caps its logits, or whose head has a bias, has another distribution than
-    its head's weight makes. The tap must keep the last hidden states.
-    """
-    token_ids = token_ids[:_HEAD_TOKENS]
+def check_embedding(
+    model: PreTrainedModel,
+    target: TargetDescription,
+    tables: FrozenTables,
+    token_ids: torch.Tensor,
+) -> EmbeddingCheck:
+    """Compare raw rows of one document [T], times the family's scale, with what enters layer 0."""
+    entered = []
+    first = decoder_layers(model)[0]
+    hook = first.register_forward_pre_hook(
+        lambda _layer, given, named: entered.append(given[0] if given else named["hidden_states"]),
+        with_kwargs=True,
+    )
     positions = torch.arange(len(token_ids), device=token_ids.device)
-    last = run_row(model, tap, token_ids, positions, is_packed=True).last_hidden_states_normed
-    made = last @ model.get_output_embeddings().weight.T
-    own = model(
-        input_ids=token_ids[None].long(), position_ids=positions[None], use_cache=False
-    ).logits[0]
-    return HeadCheck(error=_errors_by_token(made, own).max().item())
+    try:
+        with FeatureTap(model, (0,)) as tap:  # no layer above is run
+            run_packed(model, tap, token_ids, positions)
+    finally:
+        hook.remove()
+    scale = target.family.embedding_scale(target.hidden_size)
+    rows = tables.embedding[token_ids.long()].float() * scale
+    error = _errors_by_token(rows, entered[0][0]).max().item()
+    return EmbeddingCheck(scale, error, _NOISE[entered[0].dtype])
+
+
+@torch.no_grad()
+def check_head(
+    model: PreTrainedModel,
+    target: TargetDescription,
+    tables: FrozenTables,
+    documents: Sequence[torch.Tensor],
+) -> HeadCheck:
+    """Compare logits of norm and head, as the tables have it, with the model's own.
+
+    The norm is the family's formula over the last layer's raw output, so that a decoder without its
+    norm fails; of an untested family it is what the decoder returns. Documents [T_i] are run one by
+    one, until there are 1,000 positions.
+    """
+    equal = ties = 0
+    errors: list[float] = []
+    lengths: list[int] = []
+    for token_ids in _first_tokens(documents, _HEAD_POSITIONS):
+        with FeatureTap(model, (target.num_layers - 1,)) as tap:
+            own = model(input_ids=token_ids[None].long(), use_cache=False).logits[0]
+            normed = _last_normed(model, target, token_ids, tap.aux_hidden_states())
+        lengths.append(len(token_ids))
+        for rows in torch.arange(len(token_ids), device=own.device).split(_CHUNK_TOKENS):
+            made = _logits(model, target, tables, normed[rows]).float()
+            expected = own[rows].float()
+            errors.append(_errors_by_token(made, expected).max().item())
+            is_equal = made.argmax(-1) == expected.argmax(-1)
+            equal += int(is_equal.sum())
+            ties += int((_is_tied(made, expected, _NOISE[own.dtype]) & ~is_equal).sum())
+    return HeadCheck(sum(lengths), equal, ties, max(errors))
+
+
+def tables_differ(model: PreTrainedModel, tables: FrozenTables) -> str | None:
+    """Say how the tables that a drafter reads differ from those of the loaded model, if they do."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    pairs = {
+        "embedding": (tables.embedding, embedding.weight),
+        "head": (tables.head, head.weight),
+    }
+    for name, (read, loaded) in pairs.items():
+        if read.shape != loaded.shape:
+            return f"{name}: {list(read.shape)} in the files, {list(loaded.shape)} in the model"
+        num_unlike = _num_unlike_rows(read, loaded)
+        if num_unlike:
+            return f"{name}: {num_unlike} of {len(read)} rows in the files are not the model's"
+    return None
 
 
 def packing_is_isolated(
@@ -165,6 +263,66 @@ def packing_is_isolated(
     return check_isolation(model, tap, documents).is_isolated
 
 
+def _num_unlike_rows(read: torch.Tensor, loaded: torch.Tensor) -> int:
+    """Count rows that differ in a bit: NaN equals itself. In parts, since tables are large."""
+    parts = zip(read.split(_CHUNK_ROWS), loaded.detach().split(_CHUNK_ROWS), strict=True)
+    return sum(
+        int((mine.to(theirs.dtype).view(torch.uint8) != theirs.view(torch.uint8)).any(-1).sum())
+        for mine, theirs in parts
+    )
+
+
+def final_normed(form: NormForm, norm: nn.Module, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return hidden states [T, H] behind a final norm of this form, with the weights of `norm`."""
+    wide, weight = x.float(), norm.weight.float()
+    if form == "layer_norm":
+        return nn.functional.layer_norm(wide, weight.shape, weight, norm.bias.float(), eps).to(
+            x.dtype
+        )
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form == "one_plus_weight":
+        return (wide * (1 + weight)).to(x.dtype)
+    # Most families round before they weigh.
+    return wide.to(x.dtype) * norm.weight
+
+
+def _last_normed(
+    model: PreTrainedModel, target: TargetDescription, token_ids: torch.Tensor, raw: torch.Tensor
+) -> torch.Tensor:
+    """Return the last layer's output `raw` [T, H] of a document behind the final norm."""
+    family, decoder = target.family, decoder_of(model)
+    if family.norm is None:
+        return decoder(input_ids=token_ids[None].long(), use_cache=False)[0][0]
+    norm = decoder.get_submodule(family.final_norm)
+    return final_normed(family.norm, norm, raw, target.rms_norm_eps)
+
+
+def _logits(
+    model: PreTrainedModel,
+    target: TargetDescription,
+    tables: FrozenTables,
+    normed: torch.Tensor,
+) -> torch.Tensor:
+    bias = model.get_output_embeddings().bias if target.family.has_head_bias else None
+    logits = nn.functional.linear(normed, tables.head, bias)
+    cap = target.logit_softcap
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _is_tied(made: torch.Tensor, own: torch.Tensor, noise: float) -> torch.Tensor:
+    """Say of each row [T] whether `made`'s likeliest token is as likely by `own`, but for rounding."""
+    chosen = own.gather(-1, made.argmax(-1, keepdim=True))[:, 0]
+    return own.amax(-1) - chosen <= noise * own.abs().amax(-1)
+
+
+def _first_tokens(documents: Sequence[torch.Tensor], num_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield documents, the last one cut, until they have `num_tokens` tokens together."""
+    for document in documents:
+        if num_tokens > 0:
+            yield document[:num_tokens]
+        num_tokens -= len(document)
+
+
 def _check_layer(layer: int, kept: torch.Tensor, own: tuple[torch.Tensor, ...]) -> LayerCheck:
     expected = own[layer + 1][0].float()
     neighbours = [own[layer][0].float(), own[layer + 2][0].float()]
@@ -172,6 +330,10 @@ def _check_layer(layer: int, kept: torch.Tensor, own: tuple[torch.Tensor, ...]) 
         layer_id=layer,
         cosine=cosine_similarity(kept, expected, dim=-1).min().item(),
         error=_errors_by_token(kept, expected).mean().item(),
+        rms=kept.pow(2).mean().sqrt().item(),
+        neighbour_cosine=max(
+            cosine_similarity(kept, other, dim=-1).min().item() for other in neighbours
+        ),
         neighbour_error=min(_errors_by_token(kept, other).mean().item() for other in neighbours),
     )
 

@@ -16,7 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config.shared import TargetTable
 from common.errors import ConfigError
-from common.target.files import locate
+from common.target.families import (
+    TargetFamily,
+    attention_of,
+    family_of,
+    fixed_rope,
+    logit_softcap_of,
+)
+from common.target.files import TargetFiles, locate
 
 
 @dataclass(frozen=True)
@@ -35,24 +42,25 @@ class TargetDescription:
     """Rows of the embedding, which may be more than the tokenizer has tokens."""
     rms_norm_eps: float
     rope: dict[str, Any]
-    """`rope_parameters` of the config, such as rope_type and rope_theta."""
+    """Its rotary embedding as far as a drafter can take it over: rope_type, rope_theta, scaling."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     bos_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     """Hash of the config and of samples of the weights."""
+    family: TargetFamily
+    attention: str | None
+    """Attention of transformers that it is loaded with; None: transformers' choice."""
+    logit_softcap: float
+    """c of its logits c * tanh(logits / c); 0 where they are not capped."""
 
 
 def describe_target(table: TargetTable) -> TargetDescription:
-    """Return the target's shape and identity without loading its weights."""
+    """Return the target's shape and identity without loading its weights; refuse an untested one."""
     files = locate(table)
-    try:
-        config = AutoConfig.from_pretrained(**files.source).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"target.model {table.model!r}: config cannot be read: {error}"
-        ) from error
+    config = _text_config(table, files)
+    family = family_of(config, table)
     num_heads = config.num_attention_heads
     return TargetDescription(
         model=str(files.path),
@@ -64,13 +72,16 @@ def describe_target(table: TargetTable) -> TargetDescription:
         head_dim=_first(config, ("head_dim",), config.hidden_size // num_heads),
         intermediate_size=_first(config, ("intermediate_size", "n_inner"), 4 * config.hidden_size),
         vocab_size=config.vocab_size,
-        rms_norm_eps=_first(config, ("rms_norm_eps", "layer_norm_epsilon"), 1e-6),
-        rope=dict(_first(config, ("rope_parameters",), {})),
+        rms_norm_eps=_first(config, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
+        rope=fixed_rope(config),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         bos_token_ids=_ids(config.bos_token_id),
         eos_token_ids=_ids(config.eos_token_id),
         fingerprint=files.fingerprint(),
+        family=family,
+        attention=attention_of(config, family),
+        logit_softcap=logit_softcap_of(config),
     )
 
 
@@ -78,11 +89,13 @@ def load_target(table: TargetTable, device: torch.device | str) -> PreTrainedMod
     """Load the causal LM, frozen, on `device`; a GGUF file is dequantised."""
     if not sys.stderr.isatty():
         disable_progress_bar()
+    files = locate(table)
+    config = _text_config(table, files)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            **locate(table).source,
+            **files.source,
             dtype=getattr(torch, table.dtype),
-            attn_implementation="sdpa",
+            attn_implementation=attention_of(config, family_of(config, table)),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"target.model {table.model!r} cannot be loaded: {error}") from error
@@ -145,14 +158,14 @@ def resolve_target_layer_ids(table: TargetTable, num_layers: int) -> tuple[int, 
     )
 
 
-def resolve_mask_token_id(table: TargetTable, tokenizer_length: int, vocab_size: int) -> int:
+def resolve_mask_token_id(table: TargetTable, num_token_ids: int, vocab_size: int) -> int:
     """Return the embedding row of the drafter's mask slots; a token in use is never taken."""
     chosen = table.mask_token_id
     if chosen == -1:
-        if tokenizer_length < vocab_size:
-            return tokenizer_length
+        if num_token_ids < vocab_size:
+            return num_token_ids
         raise ConfigError(
-            f"target.mask_token_id=-1: the tokenizer's {tokenizer_length} tokens fill all "
+            f"target.mask_token_id=-1: the tokenizer's {num_token_ids} tokens fill all "
             f"{vocab_size} rows of the embedding, so there is no spare row; set "
             f"target.mask_token_id to a token that never occurs in the data (a reserved one)"
         )
@@ -162,6 +175,20 @@ def resolve_mask_token_id(table: TargetTable, tokenizer_length: int, vocab_size:
             f"{vocab_size - 1}; correct it, or -1 for the first row behind the tokenizer"
         )
     return chosen
+
+
+def num_token_ids(tokenizer: Tokenizer) -> int:
+    """Return the tokenizer's last id + 1, which is its length unless its ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _text_config(table: TargetTable, files: TargetFiles) -> Any:
+    try:
+        return AutoConfig.from_pretrained(**files.source).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"target.model {table.model!r}: config cannot be read: {error}"
+        ) from error
 
 
 def _problem_with_layer_ids(ids: tuple[int, ...], num_layers: int) -> str | None:

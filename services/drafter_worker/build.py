@@ -31,6 +31,7 @@ from common.target.loading import (
     TargetDescription,
     describe_target,
     load_tokenizer,
+    num_token_ids,
     resolve_mask_token_id,
     resolve_target_layer_ids,
 )
@@ -107,7 +108,7 @@ def make_spec(config: WorkerConfig, target: TargetDescription) -> DrafterSpec:
         target,
         target_layer_ids=resolve_target_layer_ids(config.target, target.num_layers),
         mask_token_id=resolve_mask_token_id(
-            config.target, len(load_tokenizer(config.target)), target.vocab_size
+            config.target, num_token_ids(load_tokenizer(config.target)), target.vocab_size
         ),
     )
 
@@ -173,6 +174,7 @@ def build_objective(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -
         head_rows=config.drafter.head_rows,
         loss=config.drafter.loss,
         precision=config.drafter.precision,
+        target_softcap=trainee.target.logit_softcap,
     ).to(device)
 
 
@@ -198,6 +200,7 @@ def compile_key(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> st
         "spec": asdict(trainee.spec),
         "drafter": config.drafter.model_dump(mode="json", exclude={"compile_cache", "init"}),
         "optimizer": config.optimizer.kind,
+        "target_softcap": trainee.target.logit_softcap,
         "row": [schema.row_tokens, schema.max_documents, schema.has_last_hidden_states_normed],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -229,6 +232,12 @@ def installed_version(name: str) -> str:
 def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDescription) -> None:
     random_init(drafter, config.run.seed)
     if config.drafter.init == "target_layers":
+        if not target.family.starts_drafter:
+            raise ConfigError(
+                f"drafter.init = 'target_layers': got a target of type {target.model_type!r}, whose "
+                f"layers are not known to be like the drafter's (two norms, separate projections, a "
+                f"SiLU MLP); set drafter.init to 'random'"
+            )
         count = config.drafter.num_layers
         if count > target.num_layers:
             raise ConfigError(
