@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from common.contracts.control_messages import Command, Phase
+from common.contracts.control_messages import Command, Phase, Report
 from common.telemetry.control_link import ServiceState
 
 
@@ -24,9 +24,9 @@ class LateService:
         self._state = ServiceState("loading")
         self._kept: list[Command] = []
 
-    def enter(self, phase: Phase, detail: str = "") -> None:
-        """Say what the service does before it runs."""
-        self._state = ServiceState(phase, detail)
+    def enter(self, phase: Phase, detail: str = "", report: Report | None = None) -> None:
+        """Say what the service does before it runs, or why it never will."""
+        self._state = ServiceState(phase, detail, report=report)
 
     def bind(self, service: Controlled) -> None:
         """The service is there: hand it what was kept."""

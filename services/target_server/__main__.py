@@ -5,6 +5,8 @@ import sys
 import threading
 
 from common.config.command_line import parse
+from common.contracts.control_messages import TargetReport
+from common.errors import TargetCheckError
 from common.lifecycle import heavy_imports, run_service
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
@@ -41,9 +43,29 @@ def main(stop: threading.Event) -> None:
         with heavy_imports():
             from services.target_server.assemble import open_server
 
-        server = open_server(config, shard, summary, stop, stack)
+        try:
+            server = open_server(config, shard, summary, stop, stack)
+        except TargetCheckError as error:
+            late.enter("failed", str(error), failed_report(config.target.model, error.results))
+            raise
         late.bind(server)
         server.run()
+
+
+def failed_report(target: str, checks: dict[str, str]) -> TargetReport:
+    """Return the report of a target that failed a start-up check: its results, and nothing made."""
+    return TargetReport(
+        target=target,
+        total_rows=None,
+        captured_tokens=0,
+        capture_seconds=0.0,
+        blocked_seconds=0.0,
+        tokens_per_second=0.0,
+        skipped_samples={},
+        captured_tokens_by_tag={},
+        checks=checks,
+        ring=None,
+    )
 
 
 if __name__ == "__main__":

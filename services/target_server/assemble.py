@@ -34,10 +34,11 @@ from common.target.loading import (
     load_tokenizer,
     resolve_target_layer_ids,
 )
+from common.target.weights import load_embedding_and_head
 from services.target_server.announcer import Announcer
 from services.target_server.answered_rows import AnsweredRows, Prompts
 from services.target_server.capture import Capture
-from services.target_server.checks import check_target
+from services.target_server.checks import CheckList, check_target, check_vocabulary
 from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations, manifest_of, mask_options
 from services.target_server.cursors import Cursors
@@ -71,6 +72,8 @@ def open_server(
     description = describe_target(config.target)
     layer_ids = resolve_target_layer_ids(config.target, description.num_layers)
     tokenizer = load_tokenizer(config.target)
+    checks = CheckList()
+    mask_token_id = check_vocabulary(checks, config.target, description, tokenizer)
     kwargs = config.target.chat_template_kwargs
     kind = Prompts if config.data.source == "prompts" else Conversations
     conversations = kind(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
@@ -79,14 +82,18 @@ def open_server(
     total_rows = None if kind is Prompts else trial.count_rows()
     model = load_target(config.target, run.device)
     tap = FeatureTap(model, layer_ids, keep_last_normed=config.target.last_hidden_states_normed)
-    checks = check_target(model, tap, next(trial.rows()), is_float8=is_float8)
-    for name, result in checks.results.items():
-        _log.info("check %s: %s", name, result)
+    checked = check_target(
+        checks, model, tap, next(trial.rows()),
+        target=description,
+        tables=load_embedding_and_head(config.target, run.device, model.dtype),
+        mask_token_id=mask_token_id,
+        is_float8=is_float8,
+    )  # fmt: skip
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
     if shard.index == 0:
         prepare_held_out(
-            config, schema, model, tap, tokenizer, is_packed=checks.is_packed, stop=stop
+            config, schema, model, tap, tokenizer, is_packed=checked.is_packed, stop=stop
         )
     ring = stack.enter_context(open_ring(config, shard, schema, transport, total_rows))
     answered = partial(answered_rows, config, shard, model, tap, stack, stop)
@@ -94,10 +101,10 @@ def open_server(
     return TargetServer(
         target=str(config.target.model),
         recipes=open_recipes(config, stream, ring, shard),
-        capture=Capture(model, tap, ring.layout, is_packed=checks.is_packed),
+        capture=Capture(model, tap, ring.layout, is_packed=checked.is_packed),
         announcer=stack.enter_context(Announcer()),
         ring=ring,
-        checks=checks,
+        checks=checked,
         total_rows=total_rows,
         tags=manifest_of(config.data).tags,
         skipped_samples=lambda: dict(stream.counts.skipped.counts),
@@ -197,7 +204,10 @@ def make_schema(
         has_last_hidden_states_normed=config.target.last_hidden_states_normed,
         target_fingerprint=target.fingerprint,
         template_fingerprint=template,
-        feature_engine=f"transformers {version('transformers')} sdpa {config.target.dtype}",
+        feature_engine=(
+            f"transformers {version('transformers')} {target.attention or 'default'} "
+            f"{config.target.dtype}"
+        ),
     )
 
 

@@ -30,7 +30,7 @@ def test_a_run_with_lk_and_muon_learns_and_goes_on_only_with_muon(tmp_path: Path
     losses = [json.loads(line)["loss"] for line in lines]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses
     log = next((tmp_path / "run" / "logs").glob("target*")).read_text()
-    assert "check head: error" in log
+    assert "check head: argmax equal at" in log
     other = run_to_end(*UP, "--config", config, *given, "--set", "optimizer.kind=adamw")
     assert other.returncode == 2, other.stderr
     assert "set the old optimizer.kind" in other.stderr

@@ -55,6 +55,10 @@ def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None
         curve = losses(tmp_path / "run", instance)
         assert sum(curve[-3:]) < 0.85 * sum(curve[:3]), curve
     running = [status for status in seen if len(status["workers"]) == 2]
+    (target,) = running[-1]["target"]["instances"]
+    checks = target["report"]["checks"]
+    assert {"tokenizer", "mask_token", "tables", "embedding", "head", "packing"} <= set(checks)
+    assert not any(text.startswith("warning") for text in checks.values()), checks
     assert any(
         all(w["report"] and w["report"]["step"] > 0 for w in status["workers"])
         for status in running
