@@ -52,6 +52,11 @@ class RunTable(Table):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is written to the logs."""
 
+    @property
+    def training_ended(self) -> Path:
+        """File that the launcher makes when the last worker has ended: no checkpoint will follow."""
+        return self.directory / ".training-ended"
+
 
 class TargetTable(Table):
     """[target]: the frozen model whose distribution the drafter learns."""

@@ -163,18 +163,43 @@ class WorkerReport(Record):
     """Path of the last checkpoint, or empty."""
 
 
+class EvaluationFigures(Record):
+    """Acceptance and speed over some of an evaluation's target passes."""
+
+    num_passes: Count
+    acceptance_length: float
+    """Tokens a target pass, by decoding, the target's own included."""
+    replay_acceptance_length: float | None
+    """The same by replay walk, which is greedy; null where tokens were sampled."""
+    speedup: float
+    """Over decoding without a drafter; 0 where nothing of it was measured."""
+
+
 class EvaluationResult(Record):
     """Acceptance of one checkpoint, measured by decoding with the target."""
 
     checkpoint: str
     step: Count
+    arm: str = "main"
+    """Which way the prompts were asked."""
+    temperature: float = 0.0
+    is_headline: bool = True
+    """Whether it is of the run's first arm and temperature, which `best` follows."""
     num_prompts: Count
     acceptance_length: float
-    replay_acceptance_length: float
+    replay_acceptance_length: float | None
     acceptance_rate_at: tuple[float, ...]
     speedup: float
     num_float_ties: Count
     num_mismatches: Count
+    by_tag: dict[str, EvaluationFigures] = {}
+    """By the tag of the prompts."""
+    by_context: dict[str, EvaluationFigures] = {}
+    """By the tokens in front of the block, such as "512-2047"."""
+    best_acceptance_length: float = 0.0
+    """The best of its series so far, its own included."""
+    has_regressed: bool = False
+    """Whether it is below that by more than evaluation.alarm_share."""
 
 
 class EvaluatorReport(Record):
@@ -183,7 +208,9 @@ class EvaluatorReport(Record):
     kind: Literal["evaluator"] = "evaluator"
     num_done: Count
     num_total: Count
+    """Answers to decode, as far as is known: a followed run may bring more checkpoints."""
     results: tuple[EvaluationResult, ...]
+    """The last ones; all of them are in the run's evaluations/."""
 
 
 Report = Annotated[TargetReport | WorkerReport | EvaluatorReport, Field(discriminator="kind")]

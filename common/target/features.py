@@ -64,6 +64,10 @@ class FeatureTap:
         """Return the kept layers of the last run side by side: [T, L*H]."""
         return torch.cat([self._of_row(layer) for layer in self.layer_ids], dim=-1)
 
+    def aux_hidden_states_of_batch(self) -> torch.Tensor:
+        """Return the same of a run over b sequences of q tokens: [b, q, L*H]."""
+        return torch.cat([self._kept[layer] for layer in self.layer_ids], dim=-1)
+
     def last_hidden_states_normed(self) -> torch.Tensor | None:
         """Return the last layer's output behind the final norm [T, H], where it is kept."""
         return self._last_normed if self.keeps_last_normed else None

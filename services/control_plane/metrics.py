@@ -216,13 +216,27 @@ def _rows(status: Status) -> Iterator[Metric]:
 
 
 def _evaluations(status: Status) -> Iterator[Metric]:
-    labels = ("group", "index", "step")
+    labels = ("group", "index", "step", "arm", "temperature")
     live = _gauge("evaluator_acceptance_length", "By decoding, bonus included.", labels)
     replay = _gauge("evaluator_replay_acceptance_length", "By replay walk, bonus included.", labels)
     speedup = _gauge("evaluator_speedup", "Over decoding without a drafter.", labels)
+    best = _gauge("evaluator_best_acceptance_length", "Best of its series so far.", labels)
+    alarm = _gauge("evaluator_has_regressed", "1 where it is well below the best.", labels)
+    by_tag = _gauge("evaluator_acceptance_length_by_tag", "By decoding.", (*labels, "tag"))
+    by_context = _gauge(
+        "evaluator_acceptance_length_by_context", "By decoding.", (*labels, "context")
+    )
     for result in status.evaluations:
-        values = (result.group, "" if result.index is None else str(result.index), str(result.step))
+        index = "" if result.index is None else str(result.index)
+        values = (result.group, index, str(result.step), result.arm, f"{result.temperature:g}")
         live.add_metric(values, result.acceptance_length)
-        replay.add_metric(values, result.replay_acceptance_length)
+        if result.replay_acceptance_length is not None:
+            replay.add_metric(values, result.replay_acceptance_length)
         speedup.add_metric(values, result.speedup)
-    yield from (live, replay, speedup)
+        if result.is_headline:
+            best.add_metric(values, result.best_acceptance_length)
+            alarm.add_metric(values, result.has_regressed)
+        for family, parts in ((by_tag, result.by_tag), (by_context, result.by_context)):
+            for name, figures in parts.items():
+                family.add_metric((*values, name), figures.acceptance_length)
+    yield from (live, replay, speedup, best, alarm, by_tag, by_context)

@@ -99,7 +99,7 @@ class Registry:
         self._started_at = clock()
         self._lock = threading.Lock()
         self._instances: dict[int, Instance] = {}
-        self._evaluations: dict[str, EvaluationResult] = {}
+        self._evaluations: dict[tuple[str, str, float], EvaluationResult] = {}
         self._errors: deque[tuple[float, str, str]] = deque(maxlen=_KEPT_ERRORS)
         self._refused: Counter[str] = Counter()
         self._run_command: Command | None = None
@@ -141,7 +141,7 @@ class Registry:
     def add_evaluations(self, results: Iterable[EvaluationResult]) -> None:
         """Note results that were written before this control plane started."""
         with self._lock:
-            self._evaluations.update({result.checkpoint: result for result in results})
+            self._note_evaluations(results)
 
     def command(self, name: str) -> tuple[Command, int]:
         """Give a command to the run; return it and the number of sessions that will get it."""
@@ -196,7 +196,11 @@ class Registry:
         for text in (*beat.errors, *((beat.detail,) if beat.phase == "failed" else ())):
             self._add_error(instance, text)
         if isinstance(beat.report, EvaluatorReport):
-            self._evaluations.update({result.checkpoint: result for result in beat.report.results})
+            self._note_evaluations(beat.report.results)
+
+    def _note_evaluations(self, results: Iterable[EvaluationResult]) -> None:
+        for result in results:
+            self._evaluations[result.checkpoint, result.arm, result.temperature] = result
 
     def _add_error(self, instance: Instance, text: str) -> None:
         if text not in instance.errors:

@@ -134,6 +134,8 @@ class GroupStatus(Model):
     accepted_prefix_length: float | None
     acceptance_length: float | None
     """Of its last evaluated checkpoint."""
+    best_acceptance_length: float | None
+    """Of all its evaluated checkpoints."""
     last_checkpoint: str
     account: GroupAccount | None
     """Its rows over all rings."""
@@ -144,6 +146,15 @@ class EvaluationStatus(EvaluationResult):
 
     group: str
     index: int | None
+
+
+class AlarmStatus(Model):
+    """A checkpoint that is worse than an earlier one of its series."""
+
+    group: str
+    index: int | None
+    step: int
+    text: str
 
 
 class BottleneckStatus(Model):
@@ -178,6 +189,7 @@ class Status(Model):
     groups: tuple[GroupStatus, ...]
     evaluators: tuple[InstanceStatus, ...]
     evaluations: tuple[EvaluationStatus, ...]
+    alarms: tuple[AlarmStatus, ...]
     bottleneck: BottleneckStatus
     errors: tuple[ErrorStatus, ...]
     refused_messages: dict[str, int]

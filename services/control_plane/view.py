@@ -19,6 +19,7 @@ from common.contracts.control_messages import (
 from services.control_plane.health import find_bottleneck
 from services.control_plane.registry import InstanceView, Snapshot
 from services.control_plane.status import (
+    AlarmStatus,
     BottleneckStatus,
     ErrorStatus,
     EvaluationStatus,
@@ -63,6 +64,7 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
         groups=_groups(workers, rings, evaluations),
         evaluators=tuple(InstanceStatus(**_common(view)) for view in evaluators),
         evaluations=evaluations,
+        alarms=tuple(_alarm(result) for result in evaluations if result.has_regressed),
         bottleneck=_bottleneck(targets, workers),
         errors=tuple(
             ErrorStatus(instance=error.instance, text=error.text, age_seconds=error.age_seconds)
@@ -216,7 +218,7 @@ def _group(
     # What a silent worker said last is no figure of this moment; after the end it is all there is.
     current = live or reports
     furthest = max(reports, key=lambda report: report.step, default=None)
-    measured = [result for result in evaluations if result.group == name]
+    measured = [result for result in evaluations if result.group == name and result.is_headline]
     return GroupStatus(
         group=name,
         num_live_workers=len(live),
@@ -227,6 +229,7 @@ def _group(
         loss=_mean(report.loss for report in current),
         accepted_prefix_length=_mean(report.accepted_prefix_length for report in current),
         acceptance_length=measured[-1].acceptance_length if measured else None,
+        best_acceptance_length=max((m.acceptance_length for m in measured), default=None),
         last_checkpoint=furthest.checkpoint if furthest else "",
         account=_sum_accounts([a for ring in rings for a in ring.groups if a.group == name]),
     )
@@ -258,8 +261,16 @@ def _owner_of(checkpoint: str) -> tuple[str, int | None]:
     return "", None
 
 
-def _evaluation_order(result: EvaluationStatus) -> tuple[str, int, int, str]:
-    return result.group, result.step, result.index or 0, result.checkpoint
+def _evaluation_order(result: EvaluationStatus) -> tuple[str, int, int, str, bool]:
+    return result.group, result.step, result.index or 0, result.checkpoint, result.is_headline
+
+
+def _alarm(result: EvaluationStatus) -> AlarmStatus:
+    return AlarmStatus(
+        group=result.group, index=result.index, step=result.step,
+        text=f"acceptance length {result.acceptance_length:.3f} is well below the best of its "
+             f"series, {result.best_acceptance_length:.3f}, which `best` keeps",
+    )  # fmt: skip
 
 
 def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> BottleneckStatus:

@@ -1,4 +1,4 @@
-"""Finds the checkpoints to evaluate and refuses those of another target.
+"""Finds the checkpoints to evaluate, follows a run for them, refuses those of another target.
 
 <run_dir>/checkpoints/<group>/<index>/step-<number>/    one series a (group, index)
 """
@@ -6,6 +6,8 @@
 import json
 import logging
 import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.drafters.dflash.checkpoint import CONFIG_FILE, read_spec
@@ -14,6 +16,7 @@ from common.errors import ConfigError
 from common.target.loading import TargetDescription
 
 _STEP = re.compile(r"step-(\d+)")
+_LOOK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -23,15 +26,41 @@ def find_checkpoints(listed: tuple[Path, ...], run_directory: Path) -> list[Path
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(
                 f"evaluation.checkpoints: {str(path)!r} has no {CONFIG_FILE}; point it at a "
-                f"checkpoint directory, such as .../checkpoints/main/0/step-000200"
+                f"checkpoint directory, such as .../checkpoints/main/0/step-000200, or at a drafter "
+                f"in the z-lab layout"
             )
-    found = list(listed) or _newest_of_each_series(run_directory / "checkpoints")
+    newest = {path.parent: path for path in all_checkpoints(run_directory)}
+    found = list(listed) or [newest[series] for series in sorted(newest)]
     if not found:
         raise ConfigError(
             f"no checkpoint under {str(run_directory / 'checkpoints')!r}; train first, or name "
             f"one in evaluation.checkpoints"
         )
     return [path.resolve() if path.is_symlink() else path for path in found]
+
+
+def all_checkpoints(run_directory: Path) -> list[Path]:
+    """Return the run's whole checkpoints of this moment, first steps first."""
+    found = (run_directory / "checkpoints").glob("*/*/step-*")
+    whole = [p for p in found if _STEP.fullmatch(p.name) and (p / CONFIG_FILE).is_file()]
+    return sorted(whole, key=lambda path: (step_of(path), path))
+
+
+def follow_checkpoints(
+    run_directory: Path, stop: threading.Event, has_ended: Callable[[], bool]
+) -> Iterator[Path]:
+    """Yield each checkpoint of the run once, as it comes, until no more will, or a stop."""
+    seen: set[Path] = set()
+    while not stop.is_set():
+        is_last_look = has_ended()  # before the look, or what came in between would be missed
+        fresh = [path for path in all_checkpoints(run_directory) if path not in seen]
+        if fresh:
+            seen.add(fresh[0])
+            yield fresh[0]
+        elif is_last_look:
+            return
+        else:
+            stop.wait(_LOOK_SECONDS)
 
 
 def read_fitting_spec(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
@@ -46,6 +75,9 @@ def read_fitting_spec(checkpoint: Path, target: TargetDescription) -> DrafterSpe
     ids, last = list(spec.target_layer_ids), target.num_layers - 1
     if not all(0 <= layer < last for layer in ids):
         wrong.append(f"target_layer_ids got {ids}, expected 0 to {last - 1}")
+    if not 0 <= spec.mask_token_id < target.vocab_size:
+        rows = f"0 to {target.vocab_size - 1}, the rows of the target's embedding"
+        wrong.append(f"mask_token_id got {spec.mask_token_id}, expected {rows}")
     if wrong:
         raise ConfigError(
             f"checkpoint {str(checkpoint)!r} belongs to another target than {target.model!r}: "
@@ -64,16 +96,13 @@ def step_of(checkpoint: Path) -> int:
 def result_name(checkpoint: Path) -> str:
     """Return `<group>-<index>-step-<number>`, or the directory's name outside of a run."""
     parts = checkpoint.absolute().parts
-    is_of_a_run = len(parts) > 4 and parts[-4] == "checkpoints" and _STEP.fullmatch(parts[-1])
-    return "-".join(parts[-3:]) if is_of_a_run else parts[-1]
+    return "-".join(parts[-3:]) if is_of_a_run(checkpoint) else parts[-1]
 
 
-def _newest_of_each_series(directory: Path) -> list[Path]:
-    newest: dict[Path, Path] = {}
-    for path in sorted(directory.glob("*/*/step-*"), key=step_of):
-        if _STEP.fullmatch(path.name) and (path / CONFIG_FILE).is_file():
-            newest[path.parent] = path
-    return [newest[series] for series in sorted(newest)]
+def is_of_a_run(checkpoint: Path) -> bool:
+    """Say whether a checkpoint lies where a run's series do."""
+    parts = checkpoint.absolute().parts
+    return len(parts) > 4 and parts[-4] == "checkpoints" and bool(_STEP.fullmatch(parts[-1]))
 
 
 def _warn_of_other_weights(checkpoint: Path, target: TargetDescription) -> None:

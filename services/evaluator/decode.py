@@ -1,30 +1,24 @@
-"""Greedy decoding of one sequence by the target: plainly, and with drafts that it verifies.
+"""Decodes a list of prompts in batches, each row at its own pace, to texts with a record of passes.
 
-    prompt -> prefill -> first token
-    plain        one token a pass
-    speculative  context += aux hidden states of what was kept
-                 draft S - 1 tokens behind the anchor (the last token, not yet seen by the target)
-                 one target pass over [anchor, drafts]
-                 keep the drafts that equal the target's choices, and its choice behind them
+    waiting prompts --> a row each, prefilled --> a pass over all rows in use, again and again
+                             ^                        |
+                             '---- rows that have ended make room
 
-Both stop behind the first stop token or at the budget. A block has all its S slots even where the
-budget is nearer, so that what a draft says depends on its anchor alone. Logits never leave the
-device: one small copy a pass is the only wait.
+An answer ends behind the first stop token or at the budget. Where nothing waits, a CPU goes on with
+fewer rows, and a GPU, whose passes have one shape, with idle ones.
 """
 
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
-from common.drafters.dflash.drafting import DraftContext
-from common.errors import CaptureMismatchError, ConfigError
-
-_CROPPED_LAYERS = ("full_attention", "sliding_attention")
+from common.target.sampling import draw_uniforms
+from services.evaluator.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -48,187 +42,161 @@ class TextLimit:
 
 
 @dataclass(frozen=True)
-class PlainText:
-    """An answer decoded without a drafter."""
+class Request:
+    """A prompt, and what its answer is drawn from where it is sampled."""
 
     token_ids: list[int]
-    seconds: float
-    """From the first token to the last, the prefill excluded."""
+    seed: int = 0
+    """64-bit seed of this answer alone."""
 
 
 @dataclass(frozen=True)
-class VerifiedBlock:
-    """One target pass over a block."""
+class Pass:
+    """One target pass over the block of one row."""
 
     anchor: int
     """Index of the anchor in the answer."""
     draft_token_ids: list[int]
     num_emitted: int
-    """Tokens that it added to the answer, the bonus included."""
+    """Tokens that it added to the answer, the target's own included."""
+    seconds: float
+    """The row's share of the pass: its time over the rows that were in use."""
 
 
 @dataclass(frozen=True)
-class SpeculativeText:
-    """An answer decoded with a drafter."""
+class Text:
+    """An answer. Its first token comes of the prefill, the others of passes."""
 
     token_ids: list[int]
-    blocks: list[VerifiedBlock]
-    seconds: float
-    """From the first token to the last: the target's prefill excluded, the drafter's included."""
-
-
-class Proposer(Protocol):
-    """What speculative decoding needs of a drafter, for one sequence."""
+    passes: list[Pass] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        """Positions that its context holds."""
-        ...
-
-    def append(self, aux_hidden_states: Tensor) -> None:
-        """Add the next positions to the context."""
-        ...
-
-    def draft(self, anchor_token_id: Tensor, anchor: Tensor) -> Tensor:
-        """Return the S - 1 tokens [S-1] expected behind the anchor ([1] token, [1] position)."""
-        ...
+    def seconds(self) -> float:
+        """Its share of all passes; the target's prefill is excluded, the drafter's work included."""
+        return sum(each.seconds for each in self.passes)
 
 
-class GreedyProposer:
-    """The likeliest token of each slot of a DFlash block."""
+@dataclass
+class _Row:
+    """A text under way."""
 
-    def __init__(self, context: DraftContext) -> None:
-        self._context = context
+    request: int
+    """Index of its request."""
+    num_prompt_tokens: int
+    uniforms: Tensor | None
+    """[max_new_tokens, 2S - 1] float64."""
+    token_ids: list[int] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        """Positions that the context holds."""
-        return self._context.num_tokens
-
-    def append(self, aux_hidden_states: Tensor) -> None:
-        """Add the next positions to the context."""
-        self._context.append(aux_hidden_states)
-
-    def draft(self, anchor_token_id: Tensor, anchor: Tensor) -> Tensor:
-        """Return the S - 1 tokens [S-1] expected behind the anchor."""
-        return self._context.propose(anchor_token_id, anchor)[0].argmax(-1)
-
-
-class CachedTarget:
-    """The target over one sequence, with the keys and values of the positions it has seen."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self._cache = DynamicCache()
+    def position(self) -> int:
+        """Of the last token, which the target has not seen."""
+        return self.num_prompt_tokens + len(self.token_ids) - 1
 
     @property
-    def num_tokens(self) -> int:
-        """Positions seen."""
-        return self._cache.get_seq_length()
-
-    def start(self, prompt: list[int], *, can_crop: bool = False) -> Tensor:
-        """Begin a sequence; return the logits [1, V] behind its prompt."""
-        self._cache = DynamicCache(config=self.model.config)
-        if can_crop:
-            self._cache.activate_past_recording()
-        logits = self._run(torch.tensor(prompt, device=self.model.device), logits_to_keep=1)
-        if can_crop:
-            self.crop(len(prompt))  # sliding layers drop what lies behind their window
-        return logits
-
-    def run(self, token_ids: Tensor) -> Tensor:
-        """Go on by token ids [q]; return their logits [q, V]."""
-        return self._run(token_ids, logits_to_keep=0)
-
-    def crop(self, num_tokens: int) -> None:
-        """Forget all positions from `num_tokens` on."""
-        self._cache.crop(num_tokens - self.num_tokens)
-
-    def _run(self, token_ids: Tensor, logits_to_keep: int) -> Tensor:
-        return self.model(
-            input_ids=token_ids[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        ).logits[0]
+    def num_taken(self) -> int:
+        """Rows of `uniforms` that are used up; each pass emits a token, so they suffice."""
+        return len(self.passes) + bool(self.token_ids)
 
 
-def check_can_crop(model: PreTrainedModel) -> None:
-    """Refuse a target whose layers cannot forget rejected drafts."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    others = sorted(kinds - set(_CROPPED_LAYERS))
-    if others:
-        raise ConfigError(
-            f"target.model of type {model.config.model_type!r}: got layers of {', '.join(others)}, "
-            f"expected {' or '.join(_CROPPED_LAYERS)}; a state that cannot be rolled back cannot "
-            f"verify drafts here: evaluate in the serving engine"
+class BatchDecoder:
+    """Decodes with one `Passes`. Owner: one thread, one call at a time."""
+
+    def __init__(self, passes: Passes, limit: TextLimit, *, is_sampled: bool = False) -> None:
+        self._passes = passes
+        self._limit = limit
+        self._is_sampled = is_sampled
+
+    @torch.no_grad()
+    def warm_up(self, requests: Sequence[Request], num_passes: int) -> None:
+        """Run a few passes for nobody: what is lazy, compiled or captured is done behind them."""
+        rows: list[_Row] = []
+        self._begin(rows, list(enumerate(requests[: self._passes.num_rows])), range(len(requests)))
+        for _ in range(min(num_passes, self._limit.max_new_tokens - 1)):
+            self._advance(rows)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        requests: Sequence[Request],
+        stop: threading.Event,
+        on_text: Callable[[], None] = lambda: None,
+    ) -> list[Text] | None:
+        """Return the answers in order, each told to `on_text`; None where `stop` came first."""
+        texts: dict[int, Text] = {}
+        waiting = deque(enumerate(requests))
+        rows: list[_Row] = []
+        while rows or waiting:
+            if stop.is_set():
+                return None
+            ended = [slot for slot, row in enumerate(rows) if self._limit.is_reached(row.token_ids)]
+            for slot in ended:
+                texts[rows[slot].request] = Text(rows[slot].token_ids, rows[slot].passes)
+                on_text()
+            if self._seat(rows, ended, waiting):
+                continue  # an answer may be its first token alone
+            if rows:
+                self._advance(rows)
+        return [texts[number] for number in range(len(requests))]
+
+    def _seat(
+        self, rows: list[_Row], ended: list[int], waiting: deque[tuple[int, Request]]
+    ) -> bool:
+        """Give the places of ended rows to waiting prompts, or close the gaps; say whether any came."""
+        free = [*ended, *range(len(rows), self._passes.num_rows)]
+        taken = free[: len(waiting)]
+        for gap in sorted(set(ended) - set(taken), reverse=True):
+            last = len(rows) - 1
+            if gap != last:
+                self._passes.move(last, gap)
+                rows[gap] = rows[last]
+            rows.pop()
+        if taken:
+            self._begin(rows, [waiting.popleft() for _ in taken], taken)
+        return bool(taken)
+
+    def _begin(
+        self, rows: list[_Row], requests: Sequence[tuple[int, Request]], slots: Sequence[int]
+    ) -> None:
+        begun = [
+            _Row(number, len(request.token_ids), self._draw(request))
+            for number, request in requests
+        ]
+        first = self._passes.start(
+            [request.token_ids for _, request in requests],
+            list(slots[: len(requests)]),
+            self._uniforms(begun),
         )
+        for slot, row, token in zip(slots, begun, first, strict=False):
+            row.token_ids.append(token)
+            rows[slot : slot + 1] = [row]
 
-
-@torch.inference_mode()
-def decode_plainly(target: CachedTarget, prompt: list[int], limit: TextLimit) -> PlainText:
-    """Decode one token a pass."""
-    choice = target.start(prompt).argmax(-1)
-    token_ids = choice.tolist()
-    start = time.perf_counter()
-    while not limit.is_reached(token_ids):
-        choice = target.run(choice).argmax(-1)
-        token_ids += choice.tolist()
-    return PlainText(token_ids, time.perf_counter() - start)
-
-
-@torch.inference_mode()
-def decode_speculatively(
-    target: CachedTarget,
-    kept_features: Callable[[], Tensor],
-    proposer: Proposer,
-    prompt: list[int],
-    limit: TextLimit,
-) -> SpeculativeText:
-    """Decode a block a pass.
-
-    Args:
-        kept_features: returns the aux hidden states [q, L*H] of the target's last pass.
-    """
-    last = target.start(prompt, can_crop=True).argmax(-1)
-    token_ids = last.tolist()
-    blocks: list[VerifiedBlock] = []
-    num_kept = len(prompt)
-    start = time.perf_counter()
-    while not limit.is_reached(token_ids):
-        proposer.append(kept_features()[:num_kept])
-        anchor = len(prompt) + len(token_ids) - 1
-        _check_before_anchor(anchor, proposer.num_tokens, target.num_tokens)
-        drafts = proposer.draft(last, torch.tensor([anchor], device=last.device))
-        choices = target.run(torch.cat([last, drafts])).argmax(-1)
-        drafted, chosen = _fetch(drafts, choices)
-        emitted = limit.cut(chosen[: _prefix_length(drafted, chosen) + 1], len(token_ids))
-        blocks.append(VerifiedBlock(len(token_ids) - 1, drafted, len(emitted)))
-        token_ids += emitted
-        # Kept are the old anchor and the accepted drafts; the next anchor has not been seen.
-        num_kept = len(emitted)
-        target.crop(anchor + num_kept)
-        last = choices[num_kept - 1 : num_kept]
-    return SpeculativeText(token_ids, blocks, time.perf_counter() - start)
-
-
-def _fetch(drafts: Tensor, choices: Tensor) -> tuple[list[int], list[int]]:
-    """Copy both to the host at once."""
-    values = torch.cat([drafts, choices]).tolist()
-    return values[: len(drafts)], values[len(drafts) :]
-
-
-def _prefix_length(drafted: list[int], chosen: list[int]) -> int:
-    """Return how many drafts equal the target's choices before the first that does not."""
-    for index, token in enumerate(drafted):
-        if token != chosen[index]:
-            return index
-    return len(drafted)
-
-
-def _check_before_anchor(anchor: int, in_context: int, in_cache: int) -> None:
-    if in_context != anchor or in_cache != anchor:
-        raise CaptureMismatchError(
-            f"block with its anchor at position {anchor}: the drafter's context holds {in_context} "
-            f"positions and the target's cache {in_cache}, expected exactly those before the anchor"
+    def _advance(self, rows: list[_Row]) -> None:
+        """Run one pass and add what it emits to each row."""
+        start = time.perf_counter()
+        # Rows that nobody asked for repeat the first, for the one shape of compiled passes.
+        spare = self._passes.num_rows - len(rows) if self._passes.is_fixed else 0
+        batch = [*rows, *rows[:1] * spare]
+        emitted = self._passes.go_on(
+            [row.token_ids[-1] for row in batch],
+            [row.position for row in batch],
+            self._uniforms(batch),
         )
+        seconds = (time.perf_counter() - start) / len(rows)
+        for row, tokens, drafts in zip(rows, *emitted, strict=False):
+            anchor = len(row.token_ids) - 1
+            kept = self._limit.cut(tokens, len(row.token_ids))
+            row.passes.append(Pass(anchor, drafts, len(kept), seconds))
+            row.token_ids += kept
+
+    def _draw(self, request: Request) -> Tensor | None:
+        if not self._is_sampled:
+            return None
+        width = self._passes.num_uniforms
+        numbers = draw_uniforms([request.seed], self._limit.max_new_tokens * width)
+        return numbers.view(-1, width)
+
+    def _uniforms(self, rows: Sequence[_Row]) -> Tensor | None:
+        """Return what each row draws its next pass from; its prefill takes the first numbers."""
+        drawn = [row.uniforms[row.num_taken] for row in rows if row.uniforms is not None]
+        return torch.stack(drawn) if drawn else None

@@ -1,51 +1,52 @@
 """The evaluator's loop.
 
     prompts    --> plain decoding, once ----------------------> compare token by token --> report
-    checkpoint --> drafter --> speculative decoding --> replay walk --^
+    checkpoint --> drafter --> speculative decoding --> replay walk --^                      |
+                                                          `best` and alarm of its series <---'
 
-    consumes    prompts, checkpoints       produces      evaluations/*.json, curves, heartbeats
-    waits for   nothing                    unblocked by  a stop, which ends it behind a prompt
+    consumes    prompts, checkpoints       produces      evaluations/*.json, curves, heartbeats, `best`
+    waits for   checkpoints, where it      unblocked by  the end of training; a stop, which ends it
+                follows a run                            behind a pass
 
-The target is loaded once. Speculative decoding writes what plain decoding writes, up to counted
-float ties; anything else is an error of this program, and the run ends with it.
+The target is loaded once. Greedy speculative decoding writes what plain decoding writes, up to
+counted float ties; anything else is an error of this program, and the run ends with it.
 """
 
+import contextlib
+import json
 import logging
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import track
+from typing import Any
 
 from common.contracts.control_messages import Command, EvaluationResult, EvaluatorReport, Phase
-from common.drafters.dflash.checkpoint import read_drafter
-from common.drafters.dflash.drafting import DraftContext
-from common.drafters.dflash.model import DFlashDrafter
-from common.errors import CaptureMismatchError
-from common.target.features import FeatureTap
+from common.errors import CaptureMismatchError, CheckpointError
 from common.telemetry.control_link import ControlLink, Identity, ServiceState
 from common.telemetry.metrics import MetricsLog
-from services.evaluator.build import Bench, build_bench
-from services.evaluator.checkpoints import result_name, step_of
-from services.evaluator.config import EvaluatorConfig
-from services.evaluator.decode import (
-    CachedTarget,
-    GreedyProposer,
-    PlainText,
-    SpeculativeText,
-    TextLimit,
-    decode_plainly,
-    decode_speculatively,
+from services.evaluator.build import Arm, Bench, build_bench
+from services.evaluator.checkpoints import (
+    find_checkpoints,
+    follow_checkpoints,
+    read_fitting_spec,
+    result_name,
+    step_of,
 )
+from services.evaluator.config import EvaluatorConfig
+from services.evaluator.decode import BatchDecoder, Text
+from services.evaluator.passes import Passes, num_columns_for
 from services.evaluator.prompts import Prompt
-from services.evaluator.replay import ReplayWalker
-from services.evaluator.report import PromptRecord, summarise, write_report
-from services.evaluator.ties import find_difference
+from services.evaluator.replay import Replay
+from services.evaluator.report import PromptRecord, curves, describe, summarise, write_report
+from services.evaluator.seat import DrafterSeat
+from services.evaluator.series import SeriesRecord
+from services.evaluator.ties import Difference, find_difference
 
-_WARMUP_TOKENS = 8
+# The first ones compile, capture and replay on a GPU; on a CPU one fills the caches.
+_WARMUP_PASSES = {"cuda": 4, "cpu": 1}
+_KEPT_RESULTS = 64
 _log = logging.getLogger(__name__)
 
 
@@ -60,10 +61,12 @@ def evaluate(config: EvaluatorConfig, stop: threading.Event) -> None:
         describe=status.describe,
         on_command=partial(_obey, stop),
     ) as link:
-        bench = build_bench(config)
-        status.phase = "running"
-        link.report_soon()
-        Evaluator(config, bench, status, stop).run()
+        known, source = _find(config, stop)
+        if known:
+            bench = build_bench(config, known)
+            status.phase = "running"
+            link.report_soon()
+            Evaluator(config, bench, status, stop).run(source)
         status.phase = "done"
 
 
@@ -84,6 +87,10 @@ class Status:
         )
         return ServiceState(self.phase, self.detail, self.num_done, report)
 
+    def count(self) -> None:
+        """Note an answer."""
+        self.num_done += 1
+
 
 class Evaluator:
     """Decodes the prompts plainly once, then with the drafter of each checkpoint."""
@@ -95,103 +102,126 @@ class Evaluator:
         self._bench = bench
         self._status = status
         self._stop = stop
-        self._target = CachedTarget(bench.model)
-        self._warmup = TextLimit(frozenset(), _WARMUP_TOKENS)
-        status.num_total = len(bench.prompts) * (1 + len(bench.checkpoints))
+        self._warm: set[tuple[Passes, int]] = set()
+        self._settings = _settings(config, bench)
+        self._directory = config.run.directory / "evaluations"
+        self._series = SeriesRecord(self._directory, self._settings, config.evaluation.alarm_share)
+        most = max(len(arm.prompts) for arm in bench.arms)
+        self._num_rows = min(config.evaluation.batch_size, most)
+        self._num_answers = sum(len(arm.prompts) for arm in bench.arms)
 
-    def run(self) -> None:
+    def run(self, checkpoints: Iterable[Path]) -> None:
         """Evaluate every checkpoint; raise behind the first that decoded another text."""
+        self._status.num_total = self._num_answers
         plain = self._decode_plainly()
-        for checkpoint in self._bench.checkpoints:
-            records = self._evaluate(checkpoint, plain)
-            if self._stop.is_set():
-                _log.info("stopped: checkpoint %s and what follows are not evaluated", checkpoint)
-                return
-            self._report(checkpoint, records)
+        seat = DrafterSeat(
+            self._bench,
+            num_rows=self._num_rows,
+            replay_batch=self._config.evaluation.replay_batch,
+        )
+        with contextlib.closing(seat):
+            for checkpoint in checkpoints:
+                if plain is None or not self._evaluate(checkpoint, seat, plain):
+                    _log.info("stopped: checkpoint %s and what follows are left out", checkpoint)
+                    return
+
+    def _decode_plainly(self) -> list[list[Text]] | None:
+        """Return the answers of each arm without a drafter; None where a stop came first."""
+        longest = num_columns_for(self._bench.longest_text)
+        passes = Passes(self._bench.model, num_rows=self._num_rows, num_columns=longest)
+        texts = []
+        for arm in self._bench.arms:
+            answers = self._decode(passes, arm, "plain decoding")
+            if answers is None:
+                return None
+            texts.append(answers)
+        return texts
+
+    def _evaluate(self, checkpoint: Path, seat: DrafterSeat, plain: list[list[Text]]) -> bool:
+        """Evaluate and report one checkpoint in all arms; say whether no stop came first."""
+        is_followed = self._config.evaluation.follow
+        if is_followed and self._series.has(checkpoint):
+            return True
+        try:
+            read_fitting_spec(checkpoint, self._bench.target)
+            seat.load(checkpoint)
+        except CheckpointError:
+            if not is_followed or checkpoint.exists():
+                raise
+            _log.warning("checkpoint %s went before it could be evaluated", checkpoint)
+            return True
+        self._status.num_total += self._num_answers
+        measured = []
+        for arm, texts in zip(self._bench.arms, plain, strict=True):
+            records = self._examine(seat, checkpoint, arm, texts)
+            if records is None:
+                return False
+            measured.append((arm, records))
+        # The headline last: where its report is, the others' are.
+        for arm, records in reversed(measured):
+            self._report(checkpoint, arm, records)
+        for _, records in measured:
             check_same_text(checkpoint, records)
-
-    def _decode_plainly(self) -> list[PlainText]:
-        bench = self._bench
-        decode_plainly(self._target, bench.prompts[0].token_ids, self._warmup)
-        return [
-            decode_plainly(self._target, prompt.token_ids, bench.limit)
-            for prompt in self._each_prompt("plain decoding")
-        ]
-
-    def _evaluate(self, checkpoint: Path, plain: list[PlainText]) -> list[PromptRecord]:
-        bench = self._bench
-        drafter = read_drafter(checkpoint, bench.model.device, bench.model.dtype)
-        with FeatureTap(bench.model, drafter.spec.target_layer_ids) as tap:
-            self._speculate(tap, drafter, bench.prompts[0].token_ids, self._warmup)
-            prompts = self._each_prompt(result_name(checkpoint))
-            return [
-                self._examine(tap, drafter, prompt, text)
-                for prompt, text in zip(prompts, plain, strict=False)  # a stop shortens both
-            ]
+        return True
 
     def _examine(
-        self, tap: FeatureTap, drafter: DFlashDrafter, prompt: Prompt, plain: PlainText
-    ) -> PromptRecord:
-        bench, batch = self._bench, self._config.evaluation.replay_batch
-        text = self._speculate(tap, drafter, prompt.token_ids, bench.limit)
-        walker = ReplayWalker(bench.model, tap, tolerance=bench.tolerance, batch=batch)
-        context = DraftContext(drafter, bench.embedding, bench.head)
-        return PromptRecord(
-            id=prompt.id,
-            num_prompt_tokens=len(prompt.token_ids),
-            plain=plain,
-            speculative=text,
-            replay=walker.walk(context, prompt.token_ids, text.token_ids, text.blocks),
-            difference=find_difference(
-                bench.model, prompt.token_ids, plain.token_ids, text.token_ids, bench.tolerance
-            ),
-        )
+        self, seat: DrafterSeat, checkpoint: Path, arm: Arm, plain: list[Text]
+    ) -> list[PromptRecord] | None:
+        texts = self._decode(seat.passes, arm, result_name(checkpoint))
+        if texts is None:
+            return None
+        return [
+            PromptRecord(
+                id=prompt.id,
+                tag=prompt.tag,
+                num_prompt_tokens=len(prompt.token_ids),
+                plain=expected,
+                speculative=text,
+                replay=self._replay(seat, arm, prompt, text),
+                difference=self._difference(arm, prompt, expected, text),
+            )
+            for prompt, expected, text in zip(arm.prompts, plain, texts, strict=True)
+        ]
 
-    def _speculate(
-        self, tap: FeatureTap, drafter: DFlashDrafter, prompt: list[int], limit: TextLimit
-    ) -> SpeculativeText:
-        context = DraftContext(drafter, self._bench.embedding, self._bench.head)
-        return decode_speculatively(
-            self._target, tap.aux_hidden_states, GreedyProposer(context), prompt, limit
-        )
+    def _replay(self, seat: DrafterSeat, arm: Arm, prompt: Prompt, text: Text) -> Replay | None:
+        if arm.temperature:
+            return None
+        return seat.walker.walk(seat.context(), prompt.token_ids, text.token_ids, text.passes)
 
-    def _each_prompt(self, title: str) -> Iterator[Prompt]:
-        """Yield the prompts until a stop, and count them as they are done."""
-        self._status.detail = title
-        bar = track(
-            self._bench.prompts,
-            title,
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-        )
-        for prompt in bar:
-            if self._stop.is_set():
-                return
-            yield prompt
-            self._status.num_done += 1
-
-    def _report(self, checkpoint: Path, records: list[PromptRecord]) -> None:
-        directory, table = self._config.run.directory, self._config.evaluation
-        result = summarise(checkpoint, step_of(checkpoint), records)
-        write_report(
-            directory / "evaluations" / f"{result_name(checkpoint)}.json",
-            result,
-            records,
-            prompts_file=str(table.prompts),
-            max_new_tokens=table.max_new_tokens,
-            dtype=str(self._bench.model.dtype).removeprefix("torch."),
-            target=self._bench.target.model,
-            target_fingerprint=self._bench.target.fingerprint,
-        )
-        with MetricsLog(directory / "metrics" / "evaluator.jsonl") as metrics:
-            metrics.write(result.step, **_curves(result))
-        self._status.results = (*self._status.results, result)
-        _log.info(
-            "%s: acceptance length %.3f live, %.3f replayed, speed-up %.2f, %d float ties, "
-            "%d mismatches",
-            checkpoint, result.acceptance_length, result.replay_acceptance_length, result.speedup,
-            result.num_float_ties, result.num_mismatches,
+    def _difference(self, arm: Arm, prompt: Prompt, expected: Text, got: Text) -> Difference | None:
+        if arm.temperature:  # other random numbers, another text
+            return None
+        return find_difference(
+            self._bench.model, prompt.token_ids, expected.token_ids, got.token_ids,
+            self._bench.tolerance,
         )  # fmt: skip
+
+    def _decode(self, passes: Passes, arm: Arm, title: str) -> list[Text] | None:
+        self._status.detail = f"{title}{arm.title}"
+        decoder = BatchDecoder(passes, self._bench.limit, is_sampled=bool(arm.temperature))
+        if (passes, arm.temperature) not in self._warm:
+            self._warm.add((passes, arm.temperature))
+            num_passes = _WARMUP_PASSES[self._bench.model.device.type]
+            decoder.warm_up(arm.requests, num_passes)
+        return decoder.decode(arm.requests, self._stop, self._status.count)
+
+    def _report(self, checkpoint: Path, arm: Arm, records: list[PromptRecord]) -> None:
+        result = summarise(
+            checkpoint,
+            step_of(checkpoint),
+            records,
+            self._config.evaluation.context_buckets,
+            arm=arm.name,
+            temperature=float(arm.temperature),
+            is_headline=arm.is_headline,
+        )
+        result = self._series.judge(result)
+        path = self._directory / f"{result_name(checkpoint)}{arm.title}.json"
+        write_report(path, result, records, settings=self._settings)
+        with MetricsLog(self._config.run.directory / "metrics" / "evaluator.jsonl") as metrics:
+            metrics.write(result.step, **curves(result))
+        self._status.results = (*self._status.results, result)[-_KEPT_RESULTS:]
+        _log.info("%s%s: %s", checkpoint, arm.title, describe(result))
 
 
 def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
@@ -205,7 +235,7 @@ def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
                 f"{difference.expected} as plain decoding; their logits lie {difference.gap:.2e} "
                 f"of the largest apart, which is no float tie; do not use these figures"
             )
-        if record.replay.num_differences:
+        if record.replay is not None and record.replay.num_differences:
             raise CaptureMismatchError(
                 f"checkpoint {str(checkpoint)!r}, prompt {record.id!r}: "
                 f"{record.replay.num_differences} drafts of the replay walk differ from those of "
@@ -214,20 +244,37 @@ def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
             )
 
 
+def _find(config: EvaluatorConfig, stop: threading.Event) -> tuple[list[Path], Iterable[Path]]:
+    """Return the checkpoints that are known at the start, and all of them as they come."""
+    run, table = config.run, config.evaluation
+    if not table.follow:
+        known = find_checkpoints(table.checkpoints, run.directory)
+        return known, known
+    coming = follow_checkpoints(run.directory, stop, run.training_ended.exists)
+    first = list(islice(coming, 1))
+    return first, chain(first, coming)
+
+
+def _settings(config: EvaluatorConfig, bench: Bench) -> dict[str, Any]:
+    """Return what must be alike for two figures to be compared; JSON as it is read back."""
+    table = config.evaluation
+    settings = {
+        "target": bench.target.model,
+        "target_fingerprint": bench.target.fingerprint,
+        "sources": [[str(each.path), each.tag_name] for each in table.prompt_sources],
+        "arms": {name: arm.chat_template_kwargs for name, arm in table.arms.items()},
+        "temperature": list(table.temperature),
+        "chat_template_kwargs": config.target.chat_template_kwargs,
+        "max_prompts": table.max_prompts,
+        "max_new_tokens": table.max_new_tokens,
+        "batch_size": table.batch_size,
+        "dtype": str(bench.model.dtype).removeprefix("torch."),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
 def _obey(stop: threading.Event, command: Command) -> None:
-    """Stop behind the current prompt; other commands are not for an evaluator."""
+    """Stop behind the current pass; other commands are not for an evaluator."""
     if command.name in ("stop", "drain"):
         stop.set()
-
-
-def _curves(result: EvaluationResult) -> dict[str, float | str]:
-    rates = {
-        f"eval/acceptance_rate_at/{k}": rate for k, rate in enumerate(result.acceptance_rate_at, 1)
-    }
-    return {
-        "checkpoint": result.checkpoint,
-        "eval/acceptance_length": result.acceptance_length,
-        "eval/replay_acceptance_length": result.replay_acceptance_length,
-        "eval/speedup": result.speedup,
-        **rates,
-    }

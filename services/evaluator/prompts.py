@@ -1,9 +1,11 @@
-"""Reads held-out prompts: JSON lines of {"id"?, "messages"}, rendered up to the target's answer."""
+"""Reads held-out prompts: JSON lines of {"id"?, "tag"?, "messages"} or {"prompt"}, rendered up to
+the target's answer."""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.errors import ConfigError, RowRejectedError
 from common.target.chat import render_prompt
+from services.evaluator.config import PromptSourceTable
 
 _log = logging.getLogger(__name__)
 
@@ -21,21 +24,42 @@ class Prompt:
 
     id: str
     token_ids: list[int]
+    tag: str
 
 
 def read_prompts(
-    path: Path, tokenizer: Tokenizer, kwargs: dict[str, Any], *, max_prompts: int, max_tokens: int
+    sources: Sequence[PromptSourceTable],
+    tokenizer: Tokenizer,
+    kwargs: dict[str, Any],
+    *,
+    max_prompts: int,
+    max_tokens: int,
 ) -> list[Prompt]:
-    """Return the first usable prompts; warn of each that is not, and raise where none is.
+    """Return the first usable prompts of each file; raise where a file has none.
 
     Args:
         kwargs: arguments of the chat template.
+        max_prompts: of each file.
         max_tokens: longest prompt that leaves room for an answer.
     """
     prompts: list[Prompt] = []
-    for key, messages in _conversations(path):
-        if len(prompts) == max_prompts:
-            break
+    for source in sources:
+        usable = _usable(source, tokenizer, kwargs, max_tokens)
+        found = list(islice(usable, max_prompts))
+        if not found:
+            raise ConfigError(
+                f"evaluation.prompts={str(source.path)!r}: got no usable prompt, expected lines of "
+                f'{{"messages": [...]}} or {{"prompt": "..."}}; see the warnings above'
+            )
+        prompts += found
+    return prompts
+
+
+def _usable(
+    source: PromptSourceTable, tokenizer: Tokenizer, kwargs: dict[str, Any], max_tokens: int
+) -> Iterator[Prompt]:
+    """Yield the prompts of a file; warn of each that cannot be used."""
+    for key, tag, messages in _conversations(source.path):
         try:
             token_ids = render_prompt(tokenizer, _up_to_last_question(messages), kwargs)
         except RowRejectedError as error:
@@ -47,26 +71,28 @@ def read_prompts(
                 key, len(token_ids), max_tokens,
             )  # fmt: skip
             continue
-        prompts.append(Prompt(key, token_ids))
-    if not prompts:
-        raise ConfigError(
-            f"evaluation.prompts={str(path)!r}: got no usable prompt, expected lines of "
-            f'{{"messages": [...]}}; see the warnings above'
-        )
-    return prompts
+        yield Prompt(key, token_ids, tag or source.tag_name)
 
 
-def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield id and messages of each line that has them; the line's number serves as the id."""
+def _conversations(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield id, tag and messages of each line that has them; the line's number serves as the id."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-                yield str(record.get("id", number)), record["messages"]
+                yield str(record.get("id", number)), str(record.get("tag", "")), _messages(record)
             except (ValueError, KeyError, AttributeError):
-                _log.warning("%s line %d skipped: no JSON object with messages", path, number)
+                _log.warning(
+                    "%s line %d skipped: no JSON object with messages or a prompt", path, number
+                )
+
+
+def _messages(record: dict[str, Any]) -> Any:
+    if isinstance(record.get("prompt"), str) and "messages" not in record:
+        return [{"role": "user", "content": record["prompt"]}]
+    return record["messages"]
 
 
 def _up_to_last_question(messages: Any) -> Any:

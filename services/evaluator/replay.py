@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from common.drafters.dflash.drafting import DraftContext
 from common.drafters.dflash.metrics import replay_walk
 from common.target.features import FeatureTap, run_packed
-from services.evaluator.decode import VerifiedBlock
+from services.evaluator.decode import Pass
 from services.evaluator.ties import relative_gap
 
 _NO_TOKEN = -1
@@ -52,16 +52,16 @@ class ReplayWalker:
         context: DraftContext,
         prompt: list[int],
         answer: list[int],
-        blocks: Sequence[VerifiedBlock],
+        passes: Sequence[Pass],
     ) -> Replay:
-        """Walk an answer with an empty `context`; `blocks` are what decoding drafted for it."""
-        if not blocks:
+        """Walk an answer with an empty `context`; `passes` are those of decoding."""
+        if not passes:
             return Replay([], num_ties=0, num_differences=0)
         token_ids = torch.tensor(prompt + answer, device=self._model.device)
         seen = token_ids[:-1]
         positions = torch.arange(len(seen), device=seen.device)
         context.append(run_packed(self._model, self._tap, seen, positions))
-        live = _live_drafts(blocks, len(answer) - 1, token_ids.device)
+        live = _live_drafts(passes, len(answer) - 1, token_ids.device)
         prefixes, num_ties, num_differences = [], 0, 0
         for anchors in positions[len(prompt) :].split(self._batch):
             logits = context.propose(token_ids[anchors], anchors)
@@ -86,11 +86,11 @@ def _prefix_lengths(drafts: Tensor, token_ids: Tensor, anchors: Tensor) -> Tenso
     return (drafts == labels).to(torch.int64).cumprod(-1).sum(-1)
 
 
-def _live_drafts(blocks: Sequence[VerifiedBlock], num_anchors: int, device: torch.device) -> Tensor:
+def _live_drafts(passes: Sequence[Pass], num_anchors: int, device: torch.device) -> Tensor:
     """Return [num_anchors, S-1] what decoding drafted behind each token, or no token."""
-    live = torch.full((num_anchors, len(blocks[0].draft_token_ids)), _NO_TOKEN)
-    for block in blocks:
-        live[block.anchor] = torch.tensor(block.draft_token_ids)
+    live = torch.full((num_anchors, len(passes[0].draft_token_ids)), _NO_TOKEN)
+    for each in passes:
+        live[each.anchor] = torch.tensor(each.draft_token_ids)
     return live.to(device)
 
 

@@ -62,6 +62,8 @@ def show_status(given: Path | None) -> int:
     for table in (_services(status), _groups(status), _rings(status), _evaluations(status)):
         if table.row_count:
             console.print(table)
+    for alarm in status["alarms"]:
+        console.print(f"alarm at step {alarm['step']} of {alarm['group']}: {alarm['text']}")
     for error in status["errors"]:
         console.print(
             f"error of {error['instance']}, {error['age_seconds']:.0f} s ago: {error['text']}"
@@ -121,11 +123,19 @@ def _rings(status: dict[str, Any]) -> Table:
 
 def _evaluations(status: dict[str, Any]) -> Table:
     table = _table(
-        "evaluations", "group", "index", "step", "acceptance length", "replay", "speed-up"
+        "evaluations",
+        "group",
+        "index",
+        "step",
+        "arm",
+        "temperature",
+        "acceptance length",
+        "replay",
+        "speed-up",
     )
     for result in status["evaluations"]:
-        table.add_row(result["group"], str(result["index"]), str(result["step"]),
-                      _number(result["acceptance_length"], 3),
+        table.add_row(result["group"], str(result["index"]), str(result["step"]), result["arm"],
+                      f"{result['temperature']:g}", _number(result["acceptance_length"], 3),
                       _number(result["replay_acceptance_length"], 3),
                       _number(result["speedup"], 2))  # fmt: skip
     return table

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from common.errors import ConfigError
 from common.target.features import FeatureTap
+from common.target.sampling import draw_uniforms
+from common.target.turns import end_of_turn_ids, pad_left
 from services.target_server.generation_config import GenerationTable
-from services.target_server.sampling import choose, draw_uniforms
+from services.target_server.sampling import choose
 
 _CACHE_STEP = 256
 # Reading on the host which rows have ended makes a GPU wait.
@@ -85,7 +86,7 @@ class AnswerWriter:
         # A compiled pass has one shape: rows that nobody asked for repeat the first.
         spare = self._table.batch_size - len(requests) if self._is_compiled else 0
         rows = [*requests, *[requests[0]] * spare]
-        token_ids, is_prompt = _pad_left([row.token_ids for row in rows], int(self._end_ids[0]))
+        token_ids, is_prompt = pad_left([row.token_ids for row in rows], int(self._end_ids[0]))
         uniforms = draw_uniforms([row.seed for row in rows], num_steps).to(device)
         limits = torch.tensor([row.max_new_tokens for row in rows], device=device)
         decoding = _Decoding(
@@ -162,32 +163,7 @@ class _Decoding:
         ).logits[:, -1]
 
 
-def end_of_turn_ids(model: PreTrainedModel) -> set[int]:
-    """Collect the ids that end a turn; the tokenizer's own eos may be another one."""
-    found: set[int] = set()
-    for config in (model.generation_config, model.config.get_text_config()):
-        value = config.eos_token_id
-        found |= set() if value is None else {value} if isinstance(value, int) else set(value)
-    if not found:
-        raise ConfigError(
-            f"target of type {model.config.model_type!r} names no eos_token_id in its config, so no "
-            f"answer would end; add it to the model's generation_config.json"
-        )
-    return found
-
-
 def _cut(row: list[int], ends: set[int], limit: int) -> Answer:
     row = row[:limit]
     stop = next((i for i, token in enumerate(row) if token in ends), None)
     return Answer(row, "length") if stop is None else Answer(row[: stop + 1], "stop")
-
-
-def _pad_left(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and, for each, 1 where it is the prompt's: both [rows, longest] int64."""
-    width = max(len(ids) for ids in prompts)
-    token_ids = torch.full((len(prompts), width), pad)
-    is_prompt = torch.zeros_like(token_ids)
-    for row, ids in enumerate(prompts):
-        token_ids[row, width - len(ids) :] = torch.tensor(ids)
-        is_prompt[row, width - len(ids) :] = 1
-    return token_ids, is_prompt

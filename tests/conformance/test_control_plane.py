@@ -197,7 +197,7 @@ def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, l
         ],
         'ring_lease_age_seconds{instance="target-0"}': ring["oldest_lease_seconds"],
         'ring_epoch{instance="target-0"}': float(int(ring["ring_epoch"], 16)),
-        'evaluator_acceptance_length{group="main",index="0",step="5"}': 2.5,
+        'evaluator_acceptance_length{arm="main",group="main",index="0",step="5",temperature="0"}': 2.5,
     }
     assert {name: metrics.get(name) for name in expected} == expected
 

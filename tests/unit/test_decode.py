@@ -1,5 +1,8 @@
 """Speculative decoding writes the target's own text, and the replay walk retraces it."""
 
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,27 +12,22 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from common.config.shared import TargetTable
 from common.drafters.dflash.config import SLIDING_ATTENTION, DrafterSpec
-from common.drafters.dflash.drafting import DraftContext
+from common.drafters.dflash.drafting import DraftContext, DraftRows
 from common.drafters.dflash.metrics import replay_walk
 from common.drafters.dflash.model import DFlashDrafter
-from common.errors import CaptureMismatchError, ConfigError
+from common.errors import ConfigError
 from common.target.features import FeatureTap
 from common.target.loading import load_target
-from services.evaluator.decode import (
-    CachedTarget,
-    GreedyProposer,
-    SpeculativeText,
-    TextLimit,
-    check_can_crop,
-    decode_plainly,
-    decode_speculatively,
-)
+from common.target.row_cache import check_can_forget
+from services.evaluator.decode import BatchDecoder, Request, Text, TextLimit
+from services.evaluator.passes import Passes, Proposer
 from services.evaluator.replay import Replay, ReplayWalker
 from services.evaluator.ties import find_difference
 from tests.drafters import make_drafter, make_spec
 from tests.targets import NUM_LAYERS, VOCAB_SIZE, make_tiny_target
 
 LAYER_IDS = (1, 3)
+NUM_COLUMNS = 192
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 PROMPTS = [PROMPT, list(range(50, 70)), [260, 7, 261, 7], list(range(100, 190))]
 PLAIN: dict[tuple[PreTrainedModel, tuple[int, ...], TextLimit], list[int]] = {}
@@ -66,27 +64,45 @@ def spec_for(model: PreTrainedModel, **changes: object) -> DrafterSpec:
 
 
 def fresh_context(model: PreTrainedModel, drafter: DFlashDrafter) -> DraftContext:
-    return DraftContext(
-        drafter.eval().requires_grad_(False),
-        model.get_input_embeddings().weight,
-        model.get_output_embeddings().weight,
-    )
+    return DraftContext(drafter, *tables(model))
+
+
+def tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+
+def drafting(model: PreTrainedModel, drafter: DFlashDrafter, num_rows: int = 1) -> DraftRows:
+    return DraftRows(drafter, *tables(model), num_rows=num_rows, num_columns=NUM_COLUMNS)
+
+
+def decode_all(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    limit: TextLimit,
+    proposer: Proposer | None = None,
+    num_rows: int = 1,
+) -> list[Text]:
+    requests = [Request(prompt) for prompt in prompts]
+    with FeatureTap(model, LAYER_IDS) as tap:
+        passes = Passes(
+            model, num_rows=num_rows, num_columns=NUM_COLUMNS, tap=tap, proposer=proposer
+        )
+        texts = BatchDecoder(passes, limit).decode(requests, threading.Event())
+    assert texts is not None
+    return texts
 
 
 def decode_with(
-    model: PreTrainedModel, proposer: object, prompt: list[int], limit: TextLimit
-) -> SpeculativeText:
-    with FeatureTap(model, LAYER_IDS) as tap:
-        return decode_speculatively(
-            CachedTarget(model), tap.aux_hidden_states, proposer, prompt, limit
-        )
+    model: PreTrainedModel, proposer: Proposer, prompt: list[int], limit: TextLimit
+) -> Text:
+    return decode_all(model, [prompt], limit, proposer)[0]
 
 
 def plain_ids(model: PreTrainedModel, prompt: list[int], limit: TextLimit) -> list[int]:
     """Decode a text, once: it is greedy."""
     key = (model, tuple(prompt), limit)
     if key not in PLAIN:
-        PLAIN[key] = decode_plainly(CachedTarget(model), prompt, limit).token_ids
+        PLAIN[key] = decode_all(model, [prompt], limit)[0].token_ids
     return list(PLAIN[key])
 
 
@@ -101,23 +117,28 @@ class ScriptedProposer:
         self, prompt: list[int], answer: list[int], block_size: int, num_right: int
     ) -> None:
         self._text = [*prompt, *answer, *[0] * block_size]
-        self._block_size = block_size
+        self.block_size = block_size
         self._num_right = num_right
-        self.num_tokens = 0
+        self._positions: set[int] = set()
 
-    def append(self, aux_hidden_states: Tensor) -> None:
-        self.num_tokens += len(aux_hidden_states)
+    def append(self, aux_hidden_states: Tensor, rows: Tensor, positions: Tensor) -> None:
+        assert aux_hidden_states.shape[:2] == positions.shape
+        self._positions |= set(positions.flatten().tolist())
 
-    def draft(self, anchor_token_id: Tensor, anchor: Tensor) -> Tensor:
-        start = int(anchor)
-        assert int(anchor_token_id) == self._text[start]
-        tokens = torch.tensor(self._text[start + 1 : start + self._block_size])
+    def propose(self, anchor_token_ids: Tensor, anchors: Tensor, num_columns: int) -> Tensor:
+        start = int(anchors)
+        assert int(anchor_token_ids) == self._text[start]
+        assert set(range(start)) <= self._positions, "the context reaches up to the anchor"
+        tokens = torch.tensor(self._text[start + 1 : start + self.block_size])
         tokens[self._num_right :] = (tokens[self._num_right :] + 1) % VOCAB_SIZE
-        return tokens
+        return torch.nn.functional.one_hot(tokens, VOCAB_SIZE)[None].float()
+
+    def move(self, source: int, to: int) -> None:
+        raise AssertionError("one row is never moved")
 
 
-def emitted(text: SpeculativeText) -> list[int]:
-    return [block.num_emitted for block in text.blocks]
+def emitted(text: Text) -> list[int]:
+    return [each.num_emitted for each in text.passes]
 
 
 def test_plain_decoding_equals_greedy_generation(model: PreTrainedModel) -> None:
@@ -137,7 +158,7 @@ def test_plain_decoding_equals_greedy_generation(model: PreTrainedModel) -> None
 def test_speculative_text_equals_plain_text(model: PreTrainedModel, block_size: int) -> None:
     drafter = make_drafter(spec_for(model, block_size=block_size))
     for prompt in PROMPTS:
-        proposer = GreedyProposer(fresh_context(model, drafter))
+        proposer = drafting(model, drafter)
         text = decode_with(model, proposer, prompt, budget(24))
         assert text.token_ids == plain_ids(model, prompt, budget(24))
         assert sum(emitted(text)) == len(text.token_ids) - 1
@@ -168,7 +189,7 @@ def test_budget_cuts_the_last_block_which_still_has_all_its_slots(model: PreTrai
     text = decode_with(model, proposer, PROMPT, budget(13))
     assert text.token_ids == answer[:13]
     assert emitted(text) == [8, 4]
-    assert [len(block.draft_token_ids) for block in text.blocks] == [7, 7]
+    assert [len(each.draft_token_ids) for each in text.passes] == [7, 7]
 
 
 def test_stop_token_inside_a_block_ends_the_answer_behind_it(model: PreTrainedModel) -> None:
@@ -185,24 +206,61 @@ def test_answer_that_is_only_a_stop_token_needs_no_block(model: PreTrainedModel)
     first = plain_ids(model, PROMPT, budget(1))
     drafter = make_drafter(spec_for(model))
     limit = budget(20, *first)
-    text = decode_with(model, GreedyProposer(fresh_context(model, drafter)), PROMPT, limit)
-    assert (text.token_ids, text.blocks) == (first, [])
+    text = decode_with(model, drafting(model, drafter), PROMPT, limit)
+    assert (text.token_ids, text.passes) == (first, [])
     assert walk(model, drafter, PROMPT, text) == Replay([], 0, 0)
 
 
-def test_context_that_does_not_end_before_its_anchor_is_refused(model: PreTrainedModel) -> None:
-    proposer = ScriptedProposer(PROMPT, [0] * 20, block_size=4, num_right=0)
-    proposer.num_tokens = 1
-    with pytest.raises(CaptureMismatchError, match="holds 8 positions and the target's cache 7"):
-        decode_with(model, proposer, PROMPT, budget(20))
+@pytest.mark.parametrize("num_rows", [2, 3, 8])
+def test_batches_equal_one_prompt_at_a_time(model: PreTrainedModel, num_rows: int) -> None:
+    """More prompts than rows, other lengths, and ends at other times."""
+    drafter = make_drafter(spec_for(model, block_size=5))
+    learn_text(model, drafter, PROMPT)
+    asked = [*PROMPTS, PROMPT[:3], PROMPT, *PROMPTS[1:3]]
+    first = [plain_ids(model, prompt, budget(1))[0] for prompt in asked]
+    stops = (first[2], plain_ids(model, PROMPTS[3], budget(9))[8])
+    for limit in (budget(24), budget(24, *stops)):
+        together = decode_all(model, asked, limit, drafting(model, drafter, num_rows), num_rows)
+        plain = decode_all(model, asked, limit, num_rows=num_rows)
+        for prompt, text, alone in zip(asked, together, plain, strict=True):
+            one = decode_with(model, drafting(model, drafter), prompt, limit)
+            assert text.token_ids == one.token_ids == alone.token_ids
+            assert emitted(text) == emitted(one)
+            assert [p.draft_token_ids for p in text.passes] == [
+                p.draft_token_ids for p in one.passes
+            ]
+        assert max(map(len, map(emitted, together))) > 3
 
 
-def walk(
-    model: PreTrainedModel, drafter: DFlashDrafter, prompt: list[int], text: SpeculativeText
-) -> Replay:
+def test_a_stop_ends_decoding_without_texts(model: PreTrainedModel) -> None:
+    stop = threading.Event()
+    stop.set()
+    passes = Passes(model, num_rows=2, num_columns=NUM_COLUMNS)
+    assert BatchDecoder(passes, budget(9)).decode([Request(PROMPT)], stop) is None
+
+
+def test_warming_up_leaves_no_trace(model: PreTrainedModel) -> None:
+    requests = [Request(prompt) for prompt in PROMPTS]
+    decoder = BatchDecoder(Passes(model, num_rows=3, num_columns=NUM_COLUMNS), budget(12))
+    decoder.warm_up(requests[::-1], 30)
+    texts = decoder.decode(requests, threading.Event())
+    assert texts is not None
+    assert [text.token_ids for text in texts] == [
+        plain_ids(model, prompt, budget(12)) for prompt in PROMPTS
+    ]
+
+
+def test_seconds_of_a_pass_are_shared_by_its_rows(model: PreTrainedModel) -> None:
+    start = time.perf_counter()
+    texts = decode_all(model, PROMPTS, budget(12), num_rows=4)
+    assert 0 < sum(text.seconds for text in texts) < time.perf_counter() - start
+    assert len({text.seconds for text in texts}) == 1, "they ran side by side from first to last"
+
+
+def walk(model: PreTrainedModel, drafter: DFlashDrafter, prompt: list[int], text: Text) -> Replay:
     with FeatureTap(model, LAYER_IDS) as tap:
         walker = ReplayWalker(model, tap, tolerance=1e-4, batch=7)
-        return walker.walk(fresh_context(model, drafter), prompt, text.token_ids, text.blocks)
+        return walker.walk(fresh_context(model, drafter), prompt, text.token_ids, text.passes)
 
 
 def learn_text(model: PreTrainedModel, drafter: DFlashDrafter, prompt: list[int]) -> None:
@@ -241,19 +299,19 @@ def test_replay_walk_equals_live_decoding(model: PreTrainedModel, sliding: bool)
     drafter = make_drafter(spec_for(model, block_size=6, **changes))
     learn_text(model, drafter, PROMPT)
     for prompt, limit in ((PROMPT, budget(40)), (PROMPT, budget(23)), (PROMPTS[1], budget(40))):
-        proposer = GreedyProposer(fresh_context(model, drafter))
+        proposer = drafting(model, drafter)
         text = decode_with(model, proposer, prompt, limit)
         replay = walk(model, drafter, prompt, text)
         assert replay == Replay(emitted(text), num_ties=0, num_differences=0)
         if prompt is PROMPT:
-            assert len(text.blocks) < len(text.token_ids) / 1.5, "some drafts must be right"
+            assert len(text.passes) < len(text.token_ids) / 1.5, "some drafts must be right"
 
 
 def test_replay_counts_drafts_that_decoding_did_not_make(model: PreTrainedModel) -> None:
     drafter = make_drafter(spec_for(model))
-    proposer = GreedyProposer(fresh_context(model, drafter))
+    proposer = drafting(model, drafter)
     text = decode_with(model, proposer, PROMPT, budget(12))
-    text.blocks[2].draft_token_ids[1] ^= 1
+    text.passes[2].draft_token_ids[1] ^= 1
     assert walk(model, drafter, PROMPT, text).num_differences == 1
 
 
@@ -288,7 +346,7 @@ def test_target_whose_state_cannot_be_rolled_back_is_refused(tmp_path: Path) -> 
         linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     with pytest.raises(ConfigError, match="layers of linear_attention"):
-        check_can_crop(Qwen3NextForCausalLM(config))
+        check_can_forget(Qwen3NextForCausalLM(config))
 
 
 def test_walk_over_prefix_lengths_steps_by_prefix_and_bonus() -> None:

@@ -16,8 +16,9 @@ from common.drafters.dflash.config import DrafterTable, resolve_spec
 from common.errors import CaptureMismatchError, ConfigError
 from common.target.loading import describe_target
 from services.evaluator.build import build_bench
+from services.evaluator.checkpoints import find_checkpoints
 from services.evaluator.config import EvaluatorConfig
-from services.evaluator.decode import PlainText, SpeculativeText, VerifiedBlock
+from services.evaluator.decode import Pass, Text
 from services.evaluator.evaluator import Evaluator, Status, check_same_text, evaluate
 from services.evaluator.replay import Replay
 from services.evaluator.report import PromptRecord, summarise
@@ -71,7 +72,7 @@ def test_newest_checkpoint_of_each_series_is_evaluated_and_written(home: Path) -
     assert result.acceptance_length == result.replay_acceptance_length
     assert len(result.acceptance_rate_at) == BLOCK_SIZE - 1
     assert result.acceptance_length == pytest.approx(1 + sum(result.acceptance_rate_at))
-    assert (body["max_new_tokens"], body["dtype"]) == (12, "float32")
+    assert (body["settings"]["max_new_tokens"], body["settings"]["dtype"]) == (12, "float32")
     assert [prompt["id"] for prompt in body["prompts"]] == ["a", "2"]
     assert all(sum(p["emitted"]) == p["num_tokens"] - 1 for p in body["prompts"])
     curves = (home / "run" / "metrics" / "evaluator.jsonl").read_text(encoding="utf-8")
@@ -128,12 +129,14 @@ def record(
     emitted: list[int], difference: Difference | None = None, num_differences: int = 0
 ) -> PromptRecord:
     num_tokens = 1 + sum(emitted)
-    blocks = [VerifiedBlock(0, [0] * (BLOCK_SIZE - 1), count) for count in emitted]
+    plain = [Pass(at, [], 1, seconds=2.0) for at in range(num_tokens - 1)]
+    passes = [Pass(0, [0] * (BLOCK_SIZE - 1), count, seconds=1.0 * count) for count in emitted]
     return PromptRecord(
         id="p",
+        tag="t",
         num_prompt_tokens=3,
-        plain=PlainText([0] * num_tokens, seconds=2.0 * (num_tokens - 1)),
-        speculative=SpeculativeText([0] * num_tokens, blocks, seconds=1.0 * (num_tokens - 1)),
+        plain=Text([0] * num_tokens, plain),
+        speculative=Text([0] * num_tokens, passes),
         replay=Replay(emitted, num_ties=0, num_differences=num_differences),
         difference=difference,
     )
@@ -170,7 +173,8 @@ def test_replay_that_drafts_otherwise_ends_the_run() -> None:
 
 
 def test_target_is_frozen_and_its_embedding_is_the_raw_table(home: Path) -> None:
-    bench = build_bench(config_of(home))
+    config = config_of(home)
+    bench = build_bench(config, find_checkpoints((), config.run.directory))
     assert not any(parameter.requires_grad for parameter in bench.model.parameters())
     assert torch.equal(bench.embedding, bench.model.model.embed_tokens.weight)
 
@@ -179,7 +183,9 @@ def test_heartbeats_tell_how_many_answers_are_written_and_what_came_of_them(home
     config = config_of(home)
     status = Status()
     assert status.describe().phase == "loading"
-    Evaluator(config, build_bench(config), status, threading.Event()).run()
+    checkpoints = find_checkpoints((), config.run.directory)
+    bench = build_bench(config, checkpoints)
+    Evaluator(config, bench, status, threading.Event()).run(checkpoints)
     report = status.describe().report
     assert isinstance(report, EvaluatorReport)
     # Two prompts, decoded plainly and with the drafters of two series.

@@ -8,9 +8,10 @@ import torch
 from common.config.shared import TargetTable
 from common.target.features import FeatureTap, run_packed
 from common.target.loading import load_target
+from common.target.sampling import draw_uniforms
 from services.target_server.generation import AnswerWriter, Request
 from services.target_server.generation_config import GenerationTable
-from services.target_server.sampling import choose, draw_uniforms
+from services.target_server.sampling import choose
 from tests.targets import VOCAB_SIZE, make_tiny_target
 
 NEVER = threading.Event()
