@@ -23,7 +23,7 @@ _STEP_PREFIX = "step-"
 
 
 class CheckpointStore:
-    """One worker's series of checkpoints; the first and the newest `keep` stay."""
+    """One worker's series of checkpoints; the first, the newest `keep` and the `best` stay."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory = directory
@@ -66,8 +66,10 @@ class CheckpointStore:
     def _prune(self) -> None:
         steps = self._steps()
         first = steps[:1] if steps and steps[0].name.endswith("000000") else []
+        best = (self._directory / "best").resolve()  # a link that the evaluator keeps
         for old in steps[len(first) : -self._keep]:
-            shutil.rmtree(old)
+            if old.resolve() != best:
+                shutil.rmtree(old)
 
     def _steps(self) -> list[Path]:
         return sorted(self._directory.glob(f"{_STEP_PREFIX}*"), key=_step_of)

@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.drafters.dflash.config import DrafterSpec
+from common.errors import CheckpointError, ConfigError
 from common.target.loading import TargetDescription, describe_target, load_target, load_tokenizer
 from common.target.row_cache import check_can_forget
 from common.target.turns import end_of_turn_ids
 from services.evaluator.checkpoints import read_fitting_spec
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.decode import Request, TextLimit
+from services.evaluator.foreign import check_is_scored_as_it_is
 from services.evaluator.prompts import Prompt, read_prompts
 from services.evaluator.ties import tolerance_of
 
@@ -79,7 +81,7 @@ def build_bench(config: EvaluatorConfig, checkpoints: Sequence[Path]) -> Bench:
     if table.num_threads:
         torch.set_num_threads(table.num_threads)
     target = describe_target(config.target)
-    specs = [read_fitting_spec(checkpoint, target) for checkpoint in checkpoints]
+    specs = [_checked(checkpoint, target) for checkpoint in checkpoints]
     arms = _arms(config, target, load_tokenizer(config.target), specs)
     dtype = _dtype_name(config)
     model = load_target(config.target.model_copy(update={"dtype": dtype}), config.run.device)
@@ -91,6 +93,15 @@ def build_bench(config: EvaluatorConfig, checkpoints: Sequence[Path]) -> Bench:
         limit=TextLimit(frozenset(end_of_turn_ids(model)), table.max_new_tokens),
         tolerance=tolerance_of(model.dtype, table.tie_tolerance),
     )
+
+
+def _checked(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
+    try:
+        spec = read_fitting_spec(checkpoint, target)
+    except CheckpointError as error:  # of a config that the user gave
+        raise ConfigError(str(error)) from error
+    check_is_scored_as_it_is(checkpoint, spec)
+    return spec
 
 
 def _arms(

@@ -120,9 +120,13 @@ class BatchDecoder:
         self,
         requests: Sequence[Request],
         stop: threading.Event,
-        on_text: Callable[[], None] = lambda: None,
+        on_pass: Callable[[int], None] = lambda _: None,
     ) -> list[Text] | None:
-        """Return the answers in order, each told to `on_text`; None where `stop` came first."""
+        """Return the answers in order; None where `stop` came first.
+
+        Args:
+            on_pass: told before each pass how many answers the one before has ended.
+        """
         texts: dict[int, Text] = {}
         waiting = deque(enumerate(requests))
         rows: list[_Row] = []
@@ -132,7 +136,7 @@ class BatchDecoder:
             ended = [slot for slot, row in enumerate(rows) if self._limit.is_reached(row.token_ids)]
             for slot in ended:
                 texts[rows[slot].request] = Text(rows[slot].token_ids, rows[slot].passes)
-                on_text()
+            on_pass(len(ended))
             if self._seat(rows, ended, waiting):
                 continue  # an answer may be its first token alone
             if rows:

@@ -61,7 +61,7 @@ def evaluate(config: EvaluatorConfig, stop: threading.Event) -> None:
         describe=status.describe,
         on_command=partial(_obey, stop),
     ) as link:
-        known, source = _find(config, stop)
+        known, source = _find(config, stop, status)
         if known:
             bench = build_bench(config, known)
             status.phase = "running"
@@ -79,17 +79,19 @@ class Status:
         self.num_done = 0
         self.num_total = 0
         self.results: tuple[EvaluationResult, ...] = ()
+        self._progress = 0
 
     def describe(self) -> ServiceState:
-        """Return the state; progress is answers decoded, plain ones included."""
+        """Return the state; progress is passes and looks, for answers may be long."""
         report = EvaluatorReport(
             num_done=self.num_done, num_total=self.num_total, results=self.results
         )
-        return ServiceState(self.phase, self.detail, self.num_done, report)
+        return ServiceState(self.phase, self.detail, self._progress, report)
 
-    def count(self) -> None:
-        """Note an answer."""
-        self.num_done += 1
+    def note(self, num_answers: int) -> None:
+        """Note a pass, or a look for checkpoints, and the answers that it has ended."""
+        self.num_done += num_answers
+        self._progress += 1
 
 
 class Evaluator:
@@ -203,7 +205,7 @@ class Evaluator:
             self._warm.add((passes, arm.temperature))
             num_passes = _WARMUP_PASSES[self._bench.model.device.type]
             decoder.warm_up(arm.requests, num_passes)
-        return decoder.decode(arm.requests, self._stop, self._status.count)
+        return decoder.decode(arm.requests, self._stop, self._status.note)
 
     def _report(self, checkpoint: Path, arm: Arm, records: list[PromptRecord]) -> None:
         result = summarise(
@@ -244,13 +246,21 @@ def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
             )
 
 
-def _find(config: EvaluatorConfig, stop: threading.Event) -> tuple[list[Path], Iterable[Path]]:
+def _find(
+    config: EvaluatorConfig, stop: threading.Event, status: Status
+) -> tuple[list[Path], Iterable[Path]]:
     """Return the checkpoints that are known at the start, and all of them as they come."""
     run, table = config.run, config.evaluation
     if not table.follow:
         known = find_checkpoints(table.checkpoints, run.directory)
         return known, known
-    coming = follow_checkpoints(run.directory, stop, run.training_ended.exists)
+
+    def has_ended() -> bool:
+        status.note(0)
+        status.detail = "looks for checkpoints"
+        return run.training_ended.exists()
+
+    coming = follow_checkpoints(run.directory, stop, has_ended)
     first = list(islice(coming, 1))
     return first, chain(first, coming)
 

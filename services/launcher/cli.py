@@ -114,9 +114,23 @@ def inspect(
 
 
 @app.command(name="eval")
-def evaluate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+def evaluate(
+    config: Files = None,
+    settings: Settings = None,
+    draft: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="A drafter in the z-lab layout, trained anywhere; repeatable."
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
     """Measure acceptance length and speed-up of checkpoints by decoding."""
-    _become("services.evaluator", config, settings, dry_run)
+    chosen = list(settings or [])
+    if draft:
+        paths = json.dumps([str(path) for path in draft], ensure_ascii=False)
+        chosen.append(f"evaluation.checkpoints={paths}")
+    _become("services.evaluator", config, chosen, dry_run)
 
 
 @app.command()

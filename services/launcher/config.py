@@ -21,6 +21,9 @@ class LauncherTable(Table):
     """Pause before a restart; doubles with each of a service."""
     evaluate: bool = True
     """Whether the first and last checkpoints are evaluated when training has ended."""
+    follow: bool = False
+    """Whether an evaluator runs beside training and evaluates each checkpoint as it comes; it needs
+    room for a second copy of the target."""
     finish_seconds: float = Field(default=15.0, gt=0)
     """How long a target may outlive the last worker before it is asked to stop."""
     grace_seconds: float = Field(default=60.0, gt=0)

@@ -28,6 +28,7 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
             "checkpoint": str(last.path),
             "acceptance_length_before": lengths.get(_key(first)),
             "acceptance_length_after": lengths.get(_key(last)),
+            **_best(last.path.parent, lengths),
             "acceptance_length_held_out": held_out.get((first.group, first.index)),
         }
         for first, last in first_and_last_checkpoints(directory)
@@ -45,6 +46,7 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
         "wall_seconds": round(wall_seconds, 3),
         "acceptance_length_before": main.get("acceptance_length_before"),
         "acceptance_length_after": main.get("acceptance_length_after"),
+        "acceptance_length_best": main.get("acceptance_length_best"),
         "acceptance_length_held_out": main.get("acceptance_length_held_out"),
         "tokens_per_second": _rate(workers),
         "rows_published": min(_rows(targets, "rows_published"), default=None),
@@ -65,13 +67,23 @@ def remove_old_summaries(directory: Path) -> None:
 
 
 def _acceptance_lengths(directory: Path) -> dict[Path, float]:
-    """Return the measured lengths by checkpoint; of two of one checkpoint the newer counts."""
+    """Return the headline lengths by checkpoint; of two of one checkpoint the newer counts."""
     files = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     results = [read_object(path) for path in files]
     return {
         Path(result["checkpoint"]).resolve(): result["acceptance_length"]
         for result in results
-        if "checkpoint" in result and "acceptance_length" in result
+        if "checkpoint" in result and "acceptance_length" in result and result.get("is_headline")
+    }
+
+
+def _best(series: Path, lengths: dict[Path, float]) -> dict[str, Any]:
+    """Return what the evaluator's `best` link points at, and how that was measured."""
+    link = series / "best"
+    best = link.resolve() if link.is_dir() else None
+    return {
+        "best_checkpoint": None if best is None else str(series / best.name),
+        "acceptance_length_best": None if best is None else lengths.get(best),
     }
 
 

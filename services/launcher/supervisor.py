@@ -82,7 +82,12 @@ class Supervisor:
 
     def run_once(self, spec: ServiceSpec) -> Outcome:
         """Run one more service beside the others until it ends."""
-        process = self._start(spec)
+        self._start(spec)
+        return self.wait_for(spec.name)
+
+    def wait_for(self, name: str) -> Outcome:
+        """Watch the services until the last one started under a name has ended."""
+        process = [process for process in self._processes if process.spec.name == name][-1]
         while process.is_running:
             if self._stop.is_set():
                 return Outcome("stopped")

@@ -37,6 +37,8 @@ from services.launcher.supervisor import Outcome, Supervisor
 # Waiting threads that spin take the cores of the services beside them.
 _PASSIVE_THREADS = ("env", "OMP_WAIT_POLICY=PASSIVE", "KMP_BLOCKTIME=0", "GOMP_SPINCOUNT=0")
 
+FOLLOWER = "evaluator"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -111,7 +113,14 @@ def service_specs(launch: Launch) -> list[ServiceSpec]:
             settings = (f"training.group={json.dumps(group)}",) if len(groups) > 1 else ()
             name = f"worker-{group}-{number}" if len(groups) > 1 else f"worker-{number}"
             specs.append(_spec(launch, name, "drafter_worker", settings))
+    if launch.config.launcher.follow:
+        specs.append(follower_spec(launch))
     return specs
+
+
+def follower_spec(launch: Launch) -> ServiceSpec:
+    """Return the evaluator that runs beside training."""
+    return _spec(launch, FOLLOWER, "evaluator", ("evaluation.follow=true",))
 
 
 def evaluator_spec(launch: Launch, checkpoints: Sequence[Path]) -> ServiceSpec:
@@ -130,7 +139,7 @@ def _is_free(host: str, port: int) -> bool:
 
 def _check(launch: Launch) -> dict[str, Any]:
     specs = service_specs(launch)
-    if launch.config.launcher.evaluate:
+    if launch.config.launcher.evaluate and not launch.config.launcher.follow:
         specs.append(evaluator_spec(launch, [launch.directory / "checkpoints"]))
     return {"launcher": launch.config.model_dump(mode="json"), **check(specs)}
 
@@ -154,8 +163,13 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
         )  # fmt: skip
         with supervisor:
             outcome = supervisor.run(service_specs(launch))
-            if outcome.kind == "finished" and table.evaluate:
-                outcome = _evaluate(launch, supervisor, view)
+            if outcome.kind == "finished":
+                # A follower ends behind the last checkpoint.
+                launch.config.run.training_ended.touch()
+                if table.follow:
+                    outcome = supervisor.wait_for(FOLLOWER)
+                elif table.evaluate:
+                    outcome = _evaluate(launch, supervisor, view)
             if outcome.failed is not None:
                 _show_failure(outcome, view)
             elif outcome.kind == "stopped":
@@ -185,6 +199,7 @@ def _show_failure(outcome: Outcome, view: ProgressView) -> None:
 def _write_records(launch: Launch, resolved: dict[str, Any]) -> None:
     directory = launch.directory
     remove_old_summaries(directory)
+    launch.config.run.training_ended.unlink(missing_ok=True)
     write_atomically(directory / "config.json", json.dumps(resolved, indent=2))
     record = {
         "pid": os.getpid(),

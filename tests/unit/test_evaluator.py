@@ -1,12 +1,14 @@
 """The evaluator as a service: what it writes, what it refuses, how it stops."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.config.loading import load
 from common.config.shared import TargetTable
@@ -125,6 +127,118 @@ def test_checkpoint_of_another_target_is_refused(
         evaluate(changed, threading.Event())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token_id": 300}, "mask_token_id got 300, expected 0 to 299"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping got 30.0, expected 0.0"),
+        ({"causal": True}, "causal got True, expected no such key"),
+    ],
+)
+def test_drafter_that_would_not_be_scored_as_what_it_is_is_refused(
+    home: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    source = home / "run" / "checkpoints" / "main" / "0" / "step-000000"
+    shutil.copytree(source, tmp_path / "draft")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["dflash_config"] |= change
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    changed = config_of(home, evaluation__checkpoints=json.dumps([str(tmp_path / "draft")]))
+    with pytest.raises(ConfigError, match=message):
+        evaluate(changed, threading.Event())
+
+
+def test_drafter_whose_tensors_do_not_fit_is_refused_with_each_name(
+    home: Path, tmp_path: Path
+) -> None:
+    source = home / "run" / "checkpoints" / "main" / "0" / "step-000000"
+    shutil.copytree(source, tmp_path / "draft")
+    weights = load_file(source / "model.safetensors")
+    weights["mask_embedding"] = weights.pop("norm.weight")
+    weights["fc.weight"] = weights["fc.weight"][:, :-1].contiguous()
+    save_file(weights, tmp_path / "draft" / "model.safetensors")
+    changed = config_of(home, evaluation__checkpoints=json.dumps([str(tmp_path / "draft")]))
+    with pytest.raises(
+        ConfigError,
+        match=r"norm.weight is missing; mask_embedding is not known; "
+        r"fc.weight got \(32, 63\), expected \(32, 64\)",
+    ):
+        evaluate(changed, threading.Event())
+
+
+def test_drafter_of_another_place_is_scored_under_its_own_name(home: Path, tmp_path: Path) -> None:
+    source = home / "run" / "checkpoints" / "main" / "0" / "step-000000"
+    shutil.copytree(source, tmp_path / "theirs")
+    settings = {"evaluation__checkpoints": json.dumps([str(tmp_path / "theirs")])}
+    evaluate(config_of(home, run__directory=tmp_path / "run", **settings), threading.Event())
+    body = report_of(tmp_path / "run" / "evaluations" / "theirs.json")
+    assert (body["step"], body["best_acceptance_length"]) == (0, 0.0)
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_arms_temperatures_tags_and_context_lengths_are_told_apart(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "code.jsonl").write_text(
+        json.dumps({"prompt": "the quick fox " * 12}) + "\n"
+        + json.dumps({"prompt": "the dog", "tag": "odd"}) + "\n",
+        encoding="utf-8",
+    )  # fmt: skip
+    template = (
+        "{% if think %}think {% endif %}{{ messages[-1].content }}"
+        "{% if add_generation_prompt %} ->{% endif %}"
+    )
+    shutil.copytree(home / "target", tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    text = f"""
+        [run]
+        directory = "{home}/run"
+        [target]
+        model = "{tmp_path}/target"
+        chat_template_kwargs = {{ think = false }}
+        [evaluation]
+        sources = [{{ path = "{home}/prompts.jsonl", tag = "chat" }}, {{ path = "{tmp_path}/code.jsonl" }}]
+        temperature = [0, 1]
+        max_new_tokens = 12
+        batch_size = 3
+        context_buckets = [16, 32]
+        [evaluation.arms.direct]
+        [evaluation.arms.thinking]
+        chat_template_kwargs = {{ think = true }}
+    """
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    config = load(
+        EvaluatorConfig, [tmp_path / "run.toml"],
+        [f"run.directory={tmp_path}/run", f'evaluation.checkpoints=["{home}/run/checkpoints/main/0/step-000020"]'],
+        environment={},
+    )  # fmt: skip
+    evaluate(config, threading.Event())
+    name = "main-0-step-000020"
+    reports = {p.stem: report_of(p) for p in (tmp_path / "run" / "evaluations").iterdir()}
+    assert set(reports) == {
+        name, f"{name}-direct-t1", f"{name}-thinking-t0", f"{name}-thinking-t1"
+    }  # fmt: skip
+    for report in reports.values():
+        assert list(report["by_tag"]) == ["chat", "code", "odd"]
+        assert list(report["by_context"]) == ["0-15", "16-31", "32-"]
+        passes = sum(len(prompt["emitted"]) for prompt in report["prompts"])
+        for parts in (report["by_tag"], report["by_context"]):
+            assert sum(part["num_passes"] for part in parts.values()) == passes
+            assert all(part["speedup"] > 0 for part in parts.values())
+            for part in parts.values():
+                replayed = None if report["temperature"] else part["acceptance_length"]
+                assert part["replay_acceptance_length"] == replayed
+        assert report["is_headline"] == (report["arm"] == "direct" and report["temperature"] == 0)
+    direct, thinking = (
+        [prompt["num_prompt_tokens"] for prompt in reports[key]["prompts"]]
+        for key in (name, f"{name}-thinking-t0")
+    )
+    assert all(b > a for a, b in zip(direct, thinking, strict=True)), "its template says more"
+
+
 def record(
     emitted: list[int], difference: Difference | None = None, num_differences: int = 0
 ) -> PromptRecord:
@@ -191,4 +305,4 @@ def test_heartbeats_tell_how_many_answers_are_written_and_what_came_of_them(home
     # Two prompts, decoded plainly and with the drafters of two series.
     assert (report.num_done, report.num_total) == (6, 6)
     assert [result.step for result in report.results] == [20, 5]
-    assert status.describe().progress == 6
+    assert status.describe().progress > 6, "each pass counts"

@@ -43,7 +43,9 @@ def make_checkpoint(directory: Path, group: str, index: int, step: int, length: 
     path.mkdir(parents=True)
     evaluations = directory / "evaluations"
     evaluations.mkdir(exist_ok=True)
-    result = {"checkpoint": str(path), "step": step, "acceptance_length": length}
+    result = {
+        "checkpoint": str(path), "step": step, "acceptance_length": length, "is_headline": True
+    }  # fmt: skip
     (evaluations / f"{group}-{index}-{step}.json").write_text(json.dumps(result))
 
 
