@@ -112,6 +112,21 @@ def test_the_evaluator_gets_its_checkpoints_as_toml(in_directory: Path) -> None:
     assert spec.command[-1] == r'evaluation.checkpoints=["a \"b\"/step-000000", "c"]'
 
 
+def test_a_follower_starts_beside_the_workers(in_directory: Path) -> None:
+    spec = service_specs(launch_of("launcher.follow=true"))[-1]
+    assert (spec.name, spec.role) == ("evaluator", "evaluator")
+    assert spec.command[-1] == "evaluation.follow=true"
+
+
+def test_the_best_checkpoint_is_in_the_line(tmp_path: Path) -> None:
+    for step, length in ((0, 1.0), (20, 2.5), (40, 2.25)):
+        make_checkpoint(tmp_path, "main", 0, step, length)
+    (tmp_path / "checkpoints" / "main" / "0" / "best").symlink_to("step-000020")
+    line = summarize(config_of(tmp_path), Outcome("finished"), 1.0)
+    assert line["acceptance_length_best"] == 2.5
+    assert line["drafters"][0]["best_checkpoint"].endswith("main/0/step-000020")
+
+
 def test_the_last_checkpoint_is_the_highest_step_that_is_whole(tmp_path: Path) -> None:
     for step in (0, 20, 100):
         make_checkpoint(tmp_path, "main", 0, step, 1.0)

@@ -1,0 +1,130 @@
+"""`best` follows acceptance and outlives retention; a fall below it is told; a run is followed."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.contracts.control_messages import EvaluationResult
+from services.drafter_worker.checkpoint import CheckpointStore
+from services.evaluator.checkpoints import follow_checkpoints
+from services.evaluator.series import SeriesRecord, mark_best
+from tests.heartbeats import evaluation
+
+SETTINGS: dict[str, Any] = {"max_new_tokens": 12}
+
+
+def make_checkpoint(run: Path, step: int, index: int = 0) -> Path:
+    path = run / "checkpoints" / "main" / str(index) / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}", encoding="utf-8")
+    return path
+
+
+def judge(series: SeriesRecord, path: Path, length: float, **fields: Any) -> EvaluationResult:
+    step = int(path.name.removeprefix("step-"))
+    return series.judge(
+        evaluation(checkpoint=str(path), step=step, acceptance_length=length, **fields)
+    )
+
+
+def best_of(run: Path) -> str:
+    return (run / "checkpoints" / "main" / "0" / "best").resolve().name
+
+
+def test_best_follows_acceptance_and_a_fall_is_told(tmp_path: Path, caplog: Any) -> None:
+    paths = [make_checkpoint(tmp_path, step) for step in (0, 10, 20, 30, 40)]
+    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    results = [
+        judge(series, path, length)
+        for path, length in zip(paths, (1.0, 2.0, 1.95, 1.8, 2.0), strict=True)
+    ]
+    assert [result.has_regressed for result in results] == [False, False, False, True, False]
+    assert [result.best_acceptance_length for result in results] == [1.0, 2.0, 2.0, 2.0, 2.0]
+    assert best_of(tmp_path) == "step-000010", "the first of two equal ones"
+    assert "acceptance length 1.800, 10.0 % below the best of its series, 2.000" in caplog.text
+
+
+def test_a_step_before_the_best_is_no_regression(tmp_path: Path) -> None:
+    late, early = make_checkpoint(tmp_path, 50), make_checkpoint(tmp_path, 0)
+    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    judge(series, late, 2.0)
+    assert not judge(series, early, 1.0).has_regressed
+    assert best_of(tmp_path) == "step-000050"
+
+
+def test_only_the_headline_of_a_series_of_the_run_counts(tmp_path: Path) -> None:
+    path, other = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20, index=1)
+    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    judge(series, path, 1.5)
+    judge(series, path, 9.0, is_headline=False, temperature=1.0)
+    assert not judge(series, other, 1.1).has_regressed, "another drafter"
+    result = judge(series, path, 1.4)
+    assert (result.best_acceptance_length, result.has_regressed) == (1.5, False)
+
+
+def test_earlier_figures_count_where_they_were_measured_alike(tmp_path: Path) -> None:
+    old, new = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20)
+    body = evaluation(checkpoint=str(old), step=10, acceptance_length=3.0).model_dump(mode="json")
+    evaluations = tmp_path / "evaluations"
+    evaluations.mkdir()
+    (evaluations / "a.json").write_text(json.dumps(body | {"settings": SETTINGS}))
+    (evaluations / "b.json").write_text("no report")
+    series = SeriesRecord(evaluations, SETTINGS, alarm_share=0.05)
+    assert series.has(old)
+    assert not series.has(new)
+    assert judge(series, new, 2.0).has_regressed
+    other = SeriesRecord(evaluations, {"max_new_tokens": 13}, alarm_share=0.05)
+    assert not other.has(old)
+    assert not judge(other, new, 2.0).has_regressed
+
+
+def write_step(store: CheckpointStore, step: int) -> Path:
+    return store.save(step, lambda path: (path / "config.json").write_text("{}"), {}, {}, {})
+
+
+def test_best_outlives_retention_until_another_is_better(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints" / "main" / "0"
+    store = CheckpointStore(directory, keep=2)
+    paths = [write_step(store, step) for step in (0, 10)]
+    mark_best(paths[1])
+    for step in (20, 30, 40):
+        write_step(store, step)
+
+    def steps() -> list[str]:
+        return sorted(path.name for path in directory.glob("step-*"))
+
+    assert steps() == ["step-000000", "step-000010", "step-000030", "step-000040"]
+    mark_best(directory / "step-000040")
+    write_step(store, 50)
+    assert steps() == ["step-000000", "step-000040", "step-000050"]
+    assert CheckpointStore(directory, keep=2).newest() == directory / "step-000050"
+
+
+def test_a_checkpoint_that_is_gone_is_not_made_the_best(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 10)
+    mark_best(path)
+    mark_best(path.parent / "step-000020")
+    assert best_of(tmp_path) == "step-000010"
+
+
+@pytest.mark.parametrize("ends_by", ["training", "stop"])
+def test_a_followed_run_gives_each_checkpoint_once(tmp_path: Path, ends_by: str) -> None:
+    ended, stop, seen = threading.Event(), threading.Event(), []
+    make_checkpoint(tmp_path, 0)
+    follower = follow_checkpoints(tmp_path, stop, ended.is_set)
+    seen.append(next(follower).name)
+    make_checkpoint(tmp_path, 20)
+    make_checkpoint(tmp_path, 10)
+    seen.append(next(follower).name)
+    seen.append(next(follower).name)
+    make_checkpoint(tmp_path, 30)
+    if ends_by == "training":
+        ended.set()
+        seen += [path.name for path in follower]
+        assert seen == [f"step-{step:06d}" for step in (0, 10, 20, 30)]
+    else:
+        stop.set()
+        assert list(follower) == []
