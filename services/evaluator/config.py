@@ -105,6 +105,12 @@ class EvaluationTable(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _follows_or_lists(self) -> "EvaluationTable":
+        if self.follow and self.checkpoints:
+            raise ValueError("got follow and checkpoints, expected one of them")
+        return self
+
 
 class EvaluatorConfig(Table):
     """What the evaluator is told."""

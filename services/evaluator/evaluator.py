@@ -46,7 +46,8 @@ from services.evaluator.ties import Difference, find_difference
 
 # The first ones compile, capture and replay on a GPU; on a CPU one fills the caches.
 _WARMUP_PASSES = {"cuda": 4, "cpu": 1}
-_KEPT_RESULTS = 64
+# So many fit a heartbeat, with all their tags; the control plane keeps what it has seen.
+_KEPT_RESULTS = 16
 _log = logging.getLogger(__name__)
 
 
