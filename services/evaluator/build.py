@@ -18,8 +18,8 @@ from common.target.turns import end_of_turn_ids
 from services.evaluator.checkpoints import read_fitting_spec
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.decode import Request, TextLimit
-from services.evaluator.foreign import check_is_scored_as_it_is
 from services.evaluator.prompts import Prompt, read_prompts
+from services.evaluator.shapes import check_tensors
 from services.evaluator.ties import tolerance_of
 
 
@@ -100,7 +100,7 @@ def _checked(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
         spec = read_fitting_spec(checkpoint, target)
     except CheckpointError as error:  # of a config that the user gave
         raise ConfigError(str(error)) from error
-    check_is_scored_as_it_is(checkpoint, spec)
+    check_tensors(checkpoint, spec)
     return spec
 
 

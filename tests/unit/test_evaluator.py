@@ -130,9 +130,9 @@ def test_checkpoint_of_another_target_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask_token_id": 300}, "mask_token_id got 300, expected 0 to 299"),
-        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping got 30.0, expected 0.0"),
-        ({"causal": True}, "causal got True, expected no such key"),
+        ({"mask_token_id": 300}, "mask_token_id"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"causal": True}, "causal"),
     ],
 )
 def test_drafter_that_would_not_be_scored_as_what_it_is_is_refused(
