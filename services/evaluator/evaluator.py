@@ -108,7 +108,9 @@ class Evaluator:
         self._warm: set[tuple[Passes, int]] = set()
         self._settings = _settings(config, bench)
         self._directory = config.run.directory / "evaluations"
-        self._series = SeriesRecord(self._directory, self._settings, config.evaluation.alarm_share)
+        self._series = SeriesRecord(
+            config.run.directory, self._settings, config.evaluation.alarm_share
+        )
         most = max(len(arm.prompts) for arm in bench.arms)
         self._num_rows = min(config.evaluation.batch_size, most)
         self._num_answers = sum(len(arm.prompts) for arm in bench.arms)

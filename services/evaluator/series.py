@@ -13,69 +13,96 @@ from pathlib import Path
 from typing import Any
 
 from common.contracts.control_messages import EvaluationResult
-from services.evaluator.checkpoints import is_of_a_run
+from common.drafters.dflash.checkpoint import CONFIG_FILE
+from services.evaluator.checkpoints import is_of_a_run, step_of
 
 BEST = "best"
 _log = logging.getLogger(__name__)
 
 
 class SeriesRecord:
-    """The best headline figure of each series, from the reports of the run on disk."""
+    """Headline figures of each series of one run, from its reports on disk on."""
 
-    def __init__(self, evaluations: Path, settings: Mapping[str, Any], alarm_share: float) -> None:
+    def __init__(self, run: Path, settings: Mapping[str, Any], alarm_share: float) -> None:
+        self._checkpoints = (run / "checkpoints").resolve()
         self._alarm_share = alarm_share
-        self._best: dict[Path, tuple[float, int]] = {}
-        """By series: acceptance length and step."""
-        self._measured: set[Path] = set()
-        for path in sorted(evaluations.glob("*.json")):
+        self._lengths: dict[Path, dict[Path, float]] = {}
+        """Acceptance lengths by series and checkpoint, all measured alike."""
+        for path in sorted((run / "evaluations").glob("*.json")):
             self._recall(path, settings)
 
     def has(self, checkpoint: Path) -> bool:
         """Say whether an earlier evaluation measured it in the same way."""
-        return checkpoint.absolute() in self._measured
+        checkpoint = checkpoint.resolve()
+        return checkpoint in self._lengths.get(checkpoint.parent, {})
 
     def judge(self, result: EvaluationResult) -> EvaluationResult:
-        """Return the result with what its series makes of it; a better headline becomes the best."""
-        checkpoint = Path(result.checkpoint).absolute()
-        if not result.is_headline or not is_of_a_run(checkpoint):
+        """Return the result with what its series makes of it; `best` goes to the best headline.
+
+        A drafter of another place than the run is of no series.
+        """
+        checkpoint = Path(result.checkpoint).resolve()
+        if not result.is_headline or not self._is_own(checkpoint):
             return result
         length = result.acceptance_length
-        best, at_step = self._best.get(checkpoint.parent, (-1.0, result.step))
-        if length > best:
-            best, at_step = length, result.step
-            self._best[checkpoint.parent] = (best, at_step)
-            mark_best(checkpoint)
+        series = self._lengths.setdefault(checkpoint.parent, {})
+        series[checkpoint] = length
+        best = _best_of(series)
+        _keep_best(series)
         # A step from before the best was never better.
-        has_regressed = at_step < result.step and length < best * (1 - self._alarm_share)
+        has_regressed = step_of(best) < result.step and length < series[best] * (
+            1 - self._alarm_share
+        )
         if has_regressed:
             _log.warning(
-                "alarm: %s has acceptance length %.3f, %.1f %% below the best of its series, %.3f; "
-                "more training may make it worse, %s is kept",
-                checkpoint, length, 100 * (1 - length / best), best, checkpoint.parent / BEST,
+                "alarm: %s has acceptance length %.3f, %.1f %% below the best of its series, %.3f at "
+                "step %d, which %s keeps",
+                checkpoint, length, 100 * (1 - length / series[best]), series[best], step_of(best),
+                checkpoint.parent / BEST,
             )  # fmt: skip
         return result.model_copy(
-            update={"best_acceptance_length": best, "has_regressed": has_regressed}
+            update={"best_acceptance_length": series[best], "has_regressed": has_regressed}
         )
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        return is_of_a_run(checkpoint) and checkpoint.parents[2] == self._checkpoints
 
     def _recall(self, path: Path, settings: Mapping[str, Any]) -> None:
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
-            checkpoint = Path(report["checkpoint"]).absolute()
+            checkpoint = Path(report["checkpoint"]).resolve()
             is_alike = report["settings"] == settings and report["is_headline"]
-            length, step = float(report["acceptance_length"]), int(report["step"])
-        except (OSError, ValueError, KeyError, TypeError):  # a report of another kind
+            length = float(report["acceptance_length"])
+            is_older = path.stat().st_mtime < (checkpoint / CONFIG_FILE).stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):  # another report, or no checkpoint left
             return
-        if is_alike:
-            self._measured.add(checkpoint)
-            known = self._best.get(checkpoint.parent, (-1.0, 0))
-            self._best[checkpoint.parent] = max(known, (length, step))
+        if is_alike and not is_older and self._is_own(checkpoint):
+            self._lengths.setdefault(checkpoint.parent, {})[checkpoint] = length
+
+
+def _best_of(series: Mapping[Path, float]) -> Path:
+    """Return the best checkpoint, of equal ones the first."""
+    return max(series, key=lambda path: (series[path], -step_of(path)))
+
+
+def _keep_best(series: Mapping[Path, float]) -> None:
+    """Point `best` at what is best of a series and still there.
+
+    A link to what was not measured alike stays: nothing says that another one is better.
+    """
+    there = {path: length for path, length in series.items() if path.is_dir()}
+    if not there:
+        return
+    best = _best_of(there)
+    link = best.parent / BEST
+    if link.is_dir() and link.resolve() not in series:
+        _log.info("%s stays: it was not measured in this way", link)
+    elif not link.is_dir() or link.resolve() != best:
+        mark_best(best)
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Point `best` at a checkpoint, at once; what retention has removed meanwhile is left out."""
-    if not checkpoint.is_dir():
-        _log.warning("%s is gone before it could be kept as best", checkpoint)
-        return
+    """Point the series' `best` at a checkpoint, at once."""
     link = checkpoint.parent / BEST
     temporary = checkpoint.parent / f".{BEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """`best` follows acceptance and outlives retention; a fall below it is told; a run is followed."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def best_of(run: Path) -> str:
 
 def test_best_follows_acceptance_and_a_fall_is_told(tmp_path: Path, caplog: Any) -> None:
     paths = [make_checkpoint(tmp_path, step) for step in (0, 10, 20, 30, 40)]
-    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
     results = [
         judge(series, path, length)
         for path, length in zip(paths, (1.0, 2.0, 1.95, 1.8, 2.0), strict=True)
@@ -49,7 +50,7 @@ def test_best_follows_acceptance_and_a_fall_is_told(tmp_path: Path, caplog: Any)
 
 def test_a_step_before_the_best_is_no_regression(tmp_path: Path) -> None:
     late, early = make_checkpoint(tmp_path, 50), make_checkpoint(tmp_path, 0)
-    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
     judge(series, late, 2.0)
     assert not judge(series, early, 1.0).has_regressed
     assert best_of(tmp_path) == "step-000050"
@@ -57,11 +58,11 @@ def test_a_step_before_the_best_is_no_regression(tmp_path: Path) -> None:
 
 def test_only_the_headline_of_a_series_of_the_run_counts(tmp_path: Path) -> None:
     path, other = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20, index=1)
-    series = SeriesRecord(tmp_path / "evaluations", SETTINGS, alarm_share=0.05)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
     judge(series, path, 1.5)
     judge(series, path, 9.0, is_headline=False, temperature=1.0)
     assert not judge(series, other, 1.1).has_regressed, "another drafter"
-    result = judge(series, path, 1.4)
+    result = judge(series, make_checkpoint(tmp_path, 30), 1.45)
     assert (result.best_acceptance_length, result.has_regressed) == (1.5, False)
 
 
@@ -72,11 +73,11 @@ def test_earlier_figures_count_where_they_were_measured_alike(tmp_path: Path) ->
     evaluations.mkdir()
     (evaluations / "a.json").write_text(json.dumps(body | {"settings": SETTINGS}))
     (evaluations / "b.json").write_text("no report")
-    series = SeriesRecord(evaluations, SETTINGS, alarm_share=0.05)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
     assert series.has(old)
     assert not series.has(new)
     assert judge(series, new, 2.0).has_regressed
-    other = SeriesRecord(evaluations, {"max_new_tokens": 13}, alarm_share=0.05)
+    other = SeriesRecord(tmp_path, {"max_new_tokens": 13}, alarm_share=0.05)
     assert not other.has(old)
     assert not judge(other, new, 2.0).has_regressed
 
@@ -104,10 +105,29 @@ def test_best_outlives_retention_until_another_is_better(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_that_is_gone_is_not_made_the_best(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 10)
-    mark_best(path)
-    mark_best(path.parent / "step-000020")
+    gone, path = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20)
+    shutil.rmtree(gone)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
+    judge(series, gone, 2.0)
+    assert judge(series, path, 1.5).has_regressed
+    assert best_of(tmp_path) == "step-000020"
+
+
+def test_the_best_stays_where_it_was_not_measured_alike(tmp_path: Path) -> None:
+    old, new = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20)
+    mark_best(old)
+    series = SeriesRecord(tmp_path, SETTINGS, alarm_share=0.05)
+    judge(series, new, 9.0)
     assert best_of(tmp_path) == "step-000010"
+    judge(series, old, 1.0)
+    assert best_of(tmp_path) == "step-000020", "both were measured in one way"
+
+
+def test_an_evaluation_elsewhere_leaves_a_runs_best_alone(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "theirs", 10)
+    result = judge(SeriesRecord(tmp_path / "mine", SETTINGS, alarm_share=0.05), path, 3.0)
+    assert result.best_acceptance_length == 0
+    assert not (path.parent / "best").exists()
 
 
 @pytest.mark.parametrize("ends_by", ["training", "stop"])
