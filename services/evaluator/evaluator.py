@@ -207,7 +207,7 @@ class Evaluator:
         if (passes, arm.temperature) not in self._warm:
             self._warm.add((passes, arm.temperature))
             num_passes = _WARMUP_PASSES[self._bench.model.device.type]
-            decoder.warm_up(arm.requests, num_passes)
+            decoder.warm_up(arm.requests[:1], num_passes)  # of a fixed shape, the batch is whole
         return decoder.decode(arm.requests, self._stop, self._status.note)
 
     def _report(self, checkpoint: Path, arm: Arm, records: list[PromptRecord]) -> None:
