@@ -232,6 +232,25 @@ def test_batches_equal_one_prompt_at_a_time(model: PreTrainedModel, num_rows: in
         assert max(map(len, map(emitted, together))) > 3
 
 
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3", "qwen3_moe", "smollm3"]
+)
+def test_rows_of_each_family_equal_decoding_without_a_cache(tmp_path: Path, family: str) -> None:
+    model = load_target(
+        TargetTable(model=str(make_tiny_target(tmp_path, family)), dtype="float32"), "cpu"
+    )
+    prompts = [PROMPTS[0], PROMPTS[3][:40], PROMPTS[2]]
+    for text, prompt in zip(
+        decode_all(model, prompts, budget(12), num_rows=2), prompts, strict=True
+    ):
+        written: list[int] = []
+        with torch.no_grad():
+            while len(written) < 12:
+                ids = torch.tensor([prompt + written])
+                written.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+        assert text.token_ids == written
+
+
 def test_a_stop_ends_decoding_without_texts(model: PreTrainedModel) -> None:
     stop = threading.Event()
     stop.set()
