@@ -88,16 +88,16 @@ def check_device(device: torch.device, setting: str = "ring.aux_dtype") -> None:
             f"{setting} = 'fp8': {torch.cuda.get_device_name(device)} has compute capability "
             f"{capability[0]}.{capability[1]}, expected 8.9 or higher; set it to 'bf16'"
         )
-    _kernels()
+    _kernels(setting)
 
 
-def _kernels() -> ModuleType:
+def _kernels(setting: str = "ring.aux_dtype") -> ModuleType:
     """Import the kernels; triton is there only where GPUs are."""
     try:
         from common import float8_kernels
     except ImportError as error:
         raise ConfigError(
-            f"ring.aux_dtype = 'fp8' on a GPU needs triton: {error}; install ringdraft[gpu], "
+            f"{setting} = 'fp8' on a GPU needs triton: {error}; install ringdraft[gpu], "
             f"or set it to 'bf16'"
         ) from error
     return float8_kernels

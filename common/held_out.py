@@ -40,14 +40,21 @@ _TENSORS = [name for name in HeldOutRows.__dataclass_fields__ if name != "tags"]
 
 
 def write_held_out(path: Path, rows: HeldOutRows, fingerprint: str) -> None:
-    """Write the file under a temporary name and rename it."""
+    """Write the file under a temporary name and rename it; raise `ConfigError` and leave nothing."""
     temporary = path.with_suffix(".unfinished")
-    save_file(
-        {name: getattr(rows, name).contiguous().cpu() for name in _TENSORS},
-        temporary,
-        metadata={"fingerprint": fingerprint, "tags": json.dumps(rows.tags)},
-    )
-    temporary.rename(path)
+    try:
+        save_file(
+            {name: getattr(rows, name).contiguous().cpu() for name in _TENSORS},
+            temporary,
+            metadata={"fingerprint": fingerprint, "tags": json.dumps(rows.tags)},
+        )
+        temporary.rename(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{path}: {rows.aux_hidden_states.nbytes >> 20} MiB of held-out rows cannot be written: "
+            f"{error}; free space, or lower held_out.max_prompts"
+        ) from error
 
 
 def fingerprint_of(path: Path) -> str | None:

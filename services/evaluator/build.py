@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.drafters.dflash.checkpoint import check_tensors
 from common.drafters.dflash.config import DrafterSpec
 from common.errors import CheckpointError, ConfigError
 from common.target.loading import TargetDescription, describe_target, load_target, load_tokenizer
@@ -19,7 +20,6 @@ from services.evaluator.checkpoints import read_fitting_spec
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.decode import Request, TextLimit
 from services.evaluator.prompts import Prompt, read_prompts
-from services.evaluator.shapes import check_tensors
 from services.evaluator.ties import tolerance_of
 
 
@@ -98,9 +98,9 @@ def build_bench(config: EvaluatorConfig, checkpoints: Sequence[Path]) -> Bench:
 def _checked(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
     try:
         spec = read_fitting_spec(checkpoint, target)
+        check_tensors(checkpoint, spec)
     except CheckpointError as error:  # of a config that the user gave
         raise ConfigError(str(error)) from error
-    check_tensors(checkpoint, spec)
     return spec
 
 

@@ -66,16 +66,7 @@ def follow_checkpoints(
 def read_fitting_spec(checkpoint: Path, target: TargetDescription) -> DrafterSpec:
     """Return a checkpoint's spec, or raise `ConfigError` where its target has another shape."""
     spec = read_spec(checkpoint)
-    pairs = {
-        "hidden_size": (spec.hidden_size, target.hidden_size),
-        "vocab_size": (spec.vocab_size, target.vocab_size),
-        "num_target_layers": (spec.num_target_layers, target.num_layers),
-    }
-    wrong = [f"{name} got {a}, expected {b}" for name, (a, b) in pairs.items() if a != b]
-    ids, last = list(spec.target_layer_ids), target.num_layers - 1
-    if not all(0 <= layer < last for layer in ids):
-        wrong.append(f"target_layer_ids got {ids}, expected 0 to {last - 1}")
-    if wrong:
+    if wrong := spec.misfits(target):
         raise ConfigError(
             f"checkpoint {str(checkpoint)!r} belongs to another target than {target.model!r}: "
             f"{'; '.join(wrong)}; give the target that it was trained with as target.model"

@@ -148,8 +148,7 @@ class Evaluator:
         if is_followed and self._series.has(checkpoint):
             return True
         try:
-            read_fitting_spec(checkpoint, self._bench.target)
-            seat.load(checkpoint)
+            seat.load(checkpoint, read_fitting_spec(checkpoint, self._bench.target))
         except CheckpointError:
             if not is_followed or checkpoint.exists():
                 raise

@@ -5,7 +5,7 @@ Checkpoints of one shape share network, buffers and compiled code: only the weig
 
 from pathlib import Path
 
-from common.drafters.dflash.checkpoint import load_state, read_spec
+from common.drafters.dflash.checkpoint import load_state
 from common.drafters.dflash.config import DrafterSpec
 from common.drafters.dflash.drafting import DraftContext, DraftRows
 from common.drafters.dflash.model import DFlashDrafter
@@ -26,9 +26,8 @@ class DrafterSeat:
         self._spec: DrafterSpec | None = None
         self._tap: FeatureTap | None = None
 
-    def load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path, spec: DrafterSpec) -> None:
         """Take a checkpoint's weights, and its shape where that is another one."""
-        spec = read_spec(checkpoint)
         if spec != self._spec:
             self._fit(spec)
         load_state(self._drafter, checkpoint)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from common.config.shared import HeldOutTable, RunTable, TargetTable
-from common.contracts.control_messages import HeldOutFigures
 from common.contracts.rows import RowSchema
 from common.drafters.dflash.drafting import DraftContext
 from common.drafters.dflash.metrics import replay_walk
@@ -134,6 +133,12 @@ def test_file_holds_rows_of_one_schema_alone(tmp_path: Path) -> None:
         read_held_out(path, schema)
 
 
+def test_a_place_that_cannot_be_written_is_named_with_what_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / FILE_NAME
+    with pytest.raises(ConfigError, match=r"MiB of held-out rows cannot be written: .*max_prompts"):
+        write_held_out(path, make_rows(48, 97), "1:prompts")
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     folder = make_tiny_target(tmp_path_factory.mktemp("target"))
@@ -196,9 +201,3 @@ def test_prompts_without_answers_end_the_start_with_a_way_out(
         path.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"held_out.prompts: .*none of the prompts has an answer"):
         prepare(target, config, make_schema(hidden_size=target[1].config.hidden_size))
-
-
-def test_first_record_is_of_all_answers() -> None:
-    record = HeldOut(make_objective(), make_rows(48, 97), torch.float32).measure()[0]
-    assert isinstance(record, HeldOutFigures)
-    assert record.num_answers == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -139,18 +139,37 @@ def load_state(drafter: DFlashDrafter, directory: Path) -> None:
         weights = load_file(directory / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r}: {WEIGHTS_FILE}: {error}") from error
-    own = drafter.state_dict()
-    wrong = sorted(set(own) ^ set(weights))
-    wrong += [
-        f"{name} got {tuple(weights[name].shape)} expected {tuple(own[name].shape)}"
-        for name in sorted(set(own) & set(weights))
-        if weights[name].shape != own[name].shape
+    _check_shapes(directory, drafter, {name: tuple(x.shape) for name, x in weights.items()})
+    drafter.load_state_dict(weights)
+
+
+def check_tensors(directory: Path, spec: DrafterSpec) -> None:
+    """Raise `CheckpointError` that names each tensor which does not match; no data is read."""
+    try:
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            got = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {str(directory)!r}: {WEIGHTS_FILE}: {error}") from error
+    with torch.device("meta"):
+        _check_shapes(directory, DFlashDrafter(spec), got)
+
+
+def _check_shapes(directory: Path, drafter: DFlashDrafter, got: dict[str, tuple[int, ...]]) -> None:
+    expected = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
+    wrong = [
+        *(f"{name} is missing" for name in sorted(expected.keys() - got.keys())),
+        *(f"{name} is not known" for name in sorted(got.keys() - expected.keys())),
+        *(
+            f"{name} got {got[name]}, expected {expected[name]}"
+            for name in sorted(expected.keys() & got.keys())
+            if got[name] != expected[name]
+        ),
     ]
     if wrong:
         raise CheckpointError(
-            f"checkpoint {str(directory)!r} does not fit the drafter: {', '.join(wrong)}"
+            f"checkpoint {str(directory)!r}: {WEIGHTS_FILE} does not fit its {CONFIG_FILE}: "
+            f"{'; '.join(wrong)}"
         )
-    drafter.load_state_dict(weights)
 
 
 def _spec_of(config: dict[str, Any]) -> DrafterSpec:
