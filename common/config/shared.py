@@ -33,6 +33,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
+Sync = Literal["none", "local_sgd", "allreduce"]
 RunDirectory = Annotated[Path, AfterValidator(_short_enough)]
 
 
@@ -181,6 +182,33 @@ class GroupTable(Table):
     detach_after_seconds: float = Field(default=0.0, ge=0)
     """How long the group may be without a worker, while another group is served, before rows are
     skipped for it at once; 0: for ever."""
+    sync: Sync = "none"
+    """How the group's workers agree: `none`, each trains a drafter of its own; `local_sgd`, weights are
+    averaged every `sync_steps`; `allreduce`, each step has the gradients of all. Both need torchft."""
+    sync_steps: int = Field(default=50, ge=1)
+    """Optimizer steps of a worker between two averages of `local_sgd`."""
+    sync_wait_seconds: float = Field(default=2.0, gt=0)
+    """How long a worker waits for a row before it meets the others without one."""
+    sync_lease_seconds: float = Field(default=5.0, ge=0.5)
+    """Silence after which a worker is no member: a dead or stopped one holds the others up so long."""
+    sync_patience_seconds: float = Field(default=60.0, gt=0)
+    """How long the others wait at a meeting for a worker that lives and does not come."""
+    sync_transfer_seconds: float = Field(default=15.0, gt=0)
+    """How long one exchange may take before the members are counted again."""
+
+    @model_validator(mode="after")
+    def _times_of_sync_agree(self) -> "GroupTable":
+        if self.sync_patience_seconds < 2 * self.sync_wait_seconds:
+            raise ValueError(
+                f"sync_patience_seconds got {self.sync_patience_seconds}, expected at least twice "
+                f"sync_wait_seconds {self.sync_wait_seconds}: a worker without rows comes late"
+            )
+        return self
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the group has one drafter, whoever trains it."""
+        return self.sync != "none"
 
 
 def _existing_file(path: Path) -> Path:

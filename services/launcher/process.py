@@ -16,7 +16,7 @@ from typing import Literal
 
 from common.lifecycle import die_with_parent
 
-Role = Literal["control_plane", "target_server", "drafter_worker", "evaluator"]
+Role = Literal["control_plane", "quorum_server", "target_server", "drafter_worker", "evaluator"]
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024

@@ -6,9 +6,9 @@
     unblocked   by its timeout, a few times a second, when it also calls `on_tick`
 
 A run is finished when its workers and targets have ended by themselves. A target that outlives
-the last worker has nobody to serve and is asked to stop. A control plane that ends first has
-failed, whatever its exit code. When the `with` block is left, nothing of the run is left: not a
-process, not a segment.
+the last worker has nobody to serve and is asked to stop. A control plane or a quorum server
+that ends first has failed, whatever its exit code. When the `with` block is left, nothing of the
+run is left: not a process, not a segment.
 """
 
 import queue
@@ -31,6 +31,7 @@ _KILL_SECONDS = 10.0
 _STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("evaluator", "drafter_worker"),
     ("target_server",),
+    ("quorum_server",),
     ("control_plane",),
 )
 
@@ -211,4 +212,4 @@ def remove_segments(run: str, pids: Iterable[int]) -> int:
 
 
 def _has_failed(process: ServiceProcess) -> bool:
-    return bool(process.exit_code) or process.spec.role == "control_plane"
+    return bool(process.exit_code) or process.spec.role in ("control_plane", "quorum_server")

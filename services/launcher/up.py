@@ -103,6 +103,8 @@ def fresh_directory(run: str) -> Path:
 def service_specs(launch: Launch) -> list[ServiceSpec]:
     """Return the services of a run in the order they start."""
     specs = [_spec(launch, "control-plane", "control_plane")]
+    if any(group.is_synced for group in launch.config.groups.values()):
+        specs.append(_spec(launch, "quorum-server", "quorum_server"))
     # Each claims a ring when it starts: the names are the logs', in the order of the starts.
     for number in range(launch.config.target.replicas):
         specs.append(_spec(launch, f"target-{number}", "target_server"))

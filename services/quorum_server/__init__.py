@@ -1,0 +1,1 @@
+"""The quorum server: tells the workers of a synced group who of them is there."""
