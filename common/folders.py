@@ -12,13 +12,13 @@ UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
-def whole_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
+def whole_folder(final: Path, *, replace: bool = False, writer: str = "") -> Iterator[Path]:
     """Give a fresh folder beside `final` and make it `final` at the end; on an error leave nothing.
 
     Where `final` is a folder with content, the end raises `OSError`, or removes it to `replace` it.
-    A name is written by one process at a time.
+    A name is written by one process at a time, or by several that each have a `writer` of their own.
     """
-    temporary = final.with_name(f"{UNFINISHED}{final.name}")
+    temporary = final.with_name(f"{UNFINISHED}{final.name}{writer}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

@@ -160,12 +160,18 @@ class RingConsumer:
         with self._lock:
             self._protocol.mark_consumed(sequences)
 
-    def mark_committed(self) -> None:
-        """Every consumed sequence is in a durable checkpoint (R8)."""
+    def mark_committed(self, sequences: set[int] | None = None) -> None:
+        """Every consumed sequence is in a durable checkpoint, or these of them are (R8)."""
         with self._lock:
-            self._protocol.mark_committed()
+            self._protocol.mark_committed(sequences)
             self._next_beat = 0.0
             self._turn()
+
+    def forget(self, sequences: set[int]) -> None:
+        """These were trained into weights that are gone: a fresh session leaves them to others (R8)."""
+        with self._lock:
+            if self._protocol.forget(sequences):
+                self._begin_session()
 
     @property
     def consumed(self) -> SequenceSet:

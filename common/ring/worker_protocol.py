@@ -107,10 +107,18 @@ class WorkerProtocol:
         self._staged -= sequences
         self._told = None
 
-    def mark_committed(self) -> None:
-        """Every consumed sequence is in a durable checkpoint."""
-        self._committed |= self._consumed
+    def mark_committed(self, sequences: set[int] | None = None) -> None:
+        """Every consumed sequence is in a durable checkpoint, or these of them are."""
+        self._committed |= self._consumed if sequences is None else sequences & self._consumed
         self._told = None
+
+    def forget(self, sequences: set[int]) -> bool:
+        """The weights do not contain these: whether a next Hello says less for it."""
+        lost = sequences & (self._consumed | self._staged) - self._committed
+        self._consumed -= lost
+        self._staged -= lost
+        self._told = None
+        return bool(lost)
 
     def return_buffer(self) -> None:
         """A staging buffer is free again: say so where the owner knows of no other one (R4)."""

@@ -89,13 +89,17 @@ class WorkerRings:
     def mark_consumed(self, sequences: set[int]) -> None:
         """These sequences are in an applied optimizer step (R8)."""
         for ring in self.rings:
-            shard = ring.shard
-            ring.mark_consumed({shard.to_local(s) for s in sequences if shard.holds(s)})
+            ring.mark_consumed(self._local(ring, sequences))
 
-    def mark_committed(self) -> None:
-        """Every consumed sequence is in a durable checkpoint (R8)."""
+    def mark_committed(self, sequences: set[int] | None = None) -> None:
+        """Every consumed sequence is in a durable checkpoint, or these of them are (R8)."""
         for ring in self.rings:
-            ring.mark_committed()
+            ring.mark_committed(None if sequences is None else self._local(ring, sequences))
+
+    def forget(self, sequences: set[int]) -> None:
+        """These were trained into weights that are gone: they are captured again (R8)."""
+        for ring in self.rings:
+            ring.forget(self._local(ring, sequences))
 
     @property
     def consumed(self) -> SequenceSet:
@@ -132,6 +136,11 @@ class WorkerRings:
 
     def _ring_of(self, sequence: int) -> RingConsumer:
         return self.rings[sequence % len(self.rings)]
+
+    @staticmethod
+    def _local(ring: RingConsumer, sequences: set[int]) -> set[int]:
+        shard = ring.shard
+        return {shard.to_local(s) for s in sequences if shard.holds(s)}
 
     def _is_done(self, ring: RingConsumer) -> bool:
         return ring.is_drained or ring in self._over

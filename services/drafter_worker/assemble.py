@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from services.drafter_worker.build import (
     build_trainee,
     check_schema,
     compile_key,
+    describe_agreement,
     describe_run,
     wait_for_schema,
 )
@@ -30,10 +31,13 @@ from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.compile_cache import CompileTurn
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
+from services.drafter_worker.group_worker import GroupWorker, Membership
 from services.drafter_worker.held_out import open_held_out
+from services.drafter_worker.meetings import Meetings
 from services.drafter_worker.meter import Meter
 from services.drafter_worker.step import Stepper
 from services.drafter_worker.stream import TargetWatch
+from services.drafter_worker.sync import Lineage
 from services.drafter_worker.worker import DrafterWorker, Parts
 
 
@@ -64,8 +68,11 @@ def open_worker(
     run, training, instance = config.run, config.training, place.instance
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    own = run.directory / "checkpoints" / training.group / str(place.index)
-    store = CheckpointStore(own, training.keep_checkpoints)
+    group = config.groups[training.group]
+    # A synced group has one series, that of its lowest index.
+    series = 0 if group.is_synced else place.index
+    own = run.directory / "checkpoints" / training.group / str(series)
+    store = CheckpointStore(own, training.keep_checkpoints, is_shared=group.is_synced)
     trainee = build_trainee(config, store)
     rings = stack.enter_context(
         contextlib.closing(
@@ -110,7 +117,25 @@ def open_worker(
         run=describe_run(config, trainee, schema),
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )
-    return DrafterWorker(config, parts, stop)
+    if not group.is_synced:
+        return DrafterWorker(config, parts, stop)
+    membership = join_group(config, place.index, parts, describe_agreement(config, trainee, schema))
+    stack.enter_context(membership.meetings)
+    return GroupWorker(config, parts, stop, membership=membership)
+
+
+def join_group(
+    config: WorkerConfig, index: int, parts: Parts, agreement: dict[str, Any]
+) -> Membership:
+    """Make a worker a member; the counts of its checkpoint are the group's, not its own."""
+    name, progress = config.training.group, parts.trainee.progress
+    lineage = Lineage.of_checkpoint(
+        progress.step, progress.trained_rows, progress.trained_tokens, parts.trainee.consumed,
+        is_saved=parts.store.newest() is not None,
+    )  # fmt: skip
+    progress.trained_rows = progress.trained_tokens = 0
+    meetings = Meetings(config.run.directory, name, index, config.groups[name], agreement)
+    return Membership(meetings, agreement, lineage)
 
 
 def compile_in_turn(

@@ -86,9 +86,10 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     # Masters are taken before the working weights are rounded.
     masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
     drafter.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    optimizer = MasterOptimizer(
-        drafter.parameters(), masters, config.optimizer, config.training.accumulation
-    )
+    # A sum of gradients over a group needs the place that accumulation has for them.
+    is_summed = config.groups[config.training.group].sync == "allreduce"
+    accumulation = max(config.training.accumulation, 2 if is_summed else 1)
+    optimizer = MasterOptimizer(drafter.parameters(), masters, config.optimizer, accumulation)
     progress, consumed = Progress(), SequenceSet()
     template = None
     if newest is not None:
@@ -218,6 +219,22 @@ def describe_run(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> d
         "target_fingerprint": trainee.target.fingerprint,
         "template_fingerprint": schema.template_fingerprint,
         "feature_engine": schema.feature_engine,
+    }
+
+
+def describe_agreement(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> dict[str, Any]:
+    """Return what the workers of a synced group must have alike, by the names of the settings."""
+    group = config.groups[config.training.group]
+    drafter = config.drafter.model_dump(mode="json", include={"loss", "precision", "num_anchors"})
+    return {
+        **{f"drafter.{name}": value for name, value in drafter.items()},
+        **{f"drafter.{name}": json.dumps(value) for name, value in asdict(trainee.spec).items()},
+        **{f"optimizer.{k}": v for k, v in config.optimizer.model_dump(mode="json").items()},
+        "groups.sync": group.sync,
+        "groups.sync_steps": group.sync_steps,
+        "run.seed": config.run.seed,
+        "target_fingerprint": trainee.target.fingerprint,
+        "template_fingerprint": schema.template_fingerprint,
     }
 
 

@@ -8,6 +8,7 @@ Written under a temporary name, fsynced, renamed.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ _STEP_PREFIX = "step-"
 class CheckpointStore:
     """One worker's series of checkpoints; the first, the newest `keep` and the `best` stay."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, is_shared: bool = False) -> None:
+        """Open the series; `is_shared`: the workers of a group have it together, one writes at a time."""
         self._directory = directory
         self._keep = keep
+        # A stopped writer may go on where another one has begun: each has its own temporary name.
+        self._writer = f".{os.getpid()}" if is_shared else ""
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover)
+        if not is_shared:
+            self._remove_leftovers()
 
     def save(
         self,
@@ -49,7 +53,9 @@ class CheckpointStore:
         """
         final = self._directory / f"{_STEP_PREFIX}{step:06d}"
         try:
-            with whole_folder(final, replace=True) as temporary:
+            if self._writer:
+                self._remove_leftovers()
+            with whole_folder(final, replace=True, writer=self._writer) as temporary:
                 write_model(temporary)
                 _write_trainer(temporary / "trainer", optimizer, state)
                 _write_json(temporary / "run.json", run)
@@ -62,6 +68,11 @@ class CheckpointStore:
         """Return the newest whole checkpoint."""
         steps = self._steps()
         return steps[-1] if steps else None
+
+    def _remove_leftovers(self) -> None:
+        for leftover in self._directory.glob(f"{UNFINISHED}*"):
+            if not (self._writer and is_alive(leftover.suffix.removeprefix("."))):
+                shutil.rmtree(leftover, ignore_errors=bool(self._writer))
 
     def _prune(self) -> None:
         steps = self._steps()
@@ -109,6 +120,11 @@ def _write_trainer(directory: Path, optimizer: dict[str, Tensor], state: dict[st
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process of this number runs."""
+    return pid.isdecimal() and Path(f"/proc/{pid}").exists()
 
 
 def _step_of(checkpoint: Path) -> int:

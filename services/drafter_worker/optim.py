@@ -100,8 +100,24 @@ class MasterOptimizer:
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+        self.round_to_working()
+
+    @torch.no_grad()
+    def round_to_working(self) -> None:
+        """Bring the masters' values into the working weights."""
         for working, master in zip(self.working, self.masters, strict=True):
             working.copy_(master)
+
+    def forget(self) -> None:
+        """Drop the gradients since the last step."""
+        if self._sums is not None:
+            torch._foreach_zero_(self._sums)
+
+    @property
+    def gradient_sums(self) -> list[Tensor]:
+        """The float32 sums of gradients since the last step, which accumulation keeps."""
+        assert self._sums is not None
+        return self._sums
 
 
 def make_rules(

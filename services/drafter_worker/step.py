@@ -8,6 +8,7 @@ Sums stay on the device until `take_sums`, which is the one sync of a log interv
 """
 
 import torch
+from torch import Tensor
 
 from common.drafters.dflash.metrics import NUM_SCALARS
 from common.drafters.dflash.objective import DFlashObjective, StagedRow
@@ -87,6 +88,17 @@ class Stepper:
         packed = torch.cat([self._sums, self.optimizer.gradient_norm[None]]).tolist()
         self._sums.zero_()
         return packed[:-1], packed[-1]
+
+    def shared_sums(self) -> list[Tensor]:
+        """Return what a group adds up for a step: gradients, their weight, the packed sums."""
+        return [*self.optimizer.gradient_sums, self._weight_sum, self._sums]
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drop what has been added since the last step."""
+        self.optimizer.forget()
+        self._weight_sum.zero_()
+        self._sums.zero_()
 
     def _micro(self) -> None:
         loss, sums = self._forward(self.row)

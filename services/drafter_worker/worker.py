@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.contracts.control_messages import Command, Phase
+from common.contracts.sequences import SequenceSet
 from common.drafters.dflash.checkpoint import write_drafter
 from common.drafters.dflash.metrics import unpack_sums
 from common.errors import NonFiniteTensorError
@@ -33,7 +34,7 @@ from services.drafter_worker.checkpoint import CheckpointStore
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed, StagedRow
 from services.drafter_worker.held_out import HeldOut
-from services.drafter_worker.meter import Meter
+from services.drafter_worker.meter import Meter, Progress
 from services.drafter_worker.schedule import Schedule, StreamPosition
 from services.drafter_worker.step import Stepper
 
@@ -163,19 +164,26 @@ class DrafterWorker:
         parts.meter.row_done(began_at, self._progress.step - first_step)
 
     def _update(self) -> None:
+        self._step(self._position.num_rows)
+        self._parts.rings.mark_consumed(self._pending)
+        self._pending = set()
+        self._log_if_due()
+
+    def _step(self, num_rows: int) -> None:
+        """Apply what has been added, when the stream has come to its row `num_rows`."""
         parts, progress = self._parts, self._progress
-        parts.meter.learning_rate = self._schedule.at(progress.step, self._position.num_rows)
+        parts.meter.learning_rate = self._schedule.at(progress.step, num_rows)
         parts.stepper.update(parts.meter.learning_rate)
         progress.step += 1
         parts.meter.step_done()
-        parts.rings.mark_consumed(self._pending)
-        self._pending = set()
-        if progress.step % self._config.training.log_steps == 0:
-            self._log_figures()
 
-    def _log_figures(self) -> None:
+    def _log_if_due(self) -> None:
+        if self._progress.step % self._config.training.log_steps == 0:
+            self._log_figures(*self._parts.stepper.take_sums())
+
+    def _log_figures(self, sums: list[float], norm: float) -> None:
+        """Log the packed sums of the steps since the last time, and the last gradient norm."""
         parts, progress = self._parts, self._progress
-        sums, norm = parts.stepper.take_sums()
         figures = unpack_sums(sums)
         parts.meter.figures, parts.meter.gradient_norm = figures, norm
         parts.meter.dropped_blocks += figures.num_dropped_blocks
@@ -228,8 +236,12 @@ class DrafterWorker:
             self._save()
 
     def _save(self) -> None:
-        parts, trainee, progress = self._parts, self._parts.trainee, self._progress
-        consumed = parts.rings.consumed
+        self._write(self._progress, self._parts.rings.consumed)
+        self._parts.rings.mark_committed()
+
+    def _write(self, progress: Progress, consumed: SequenceSet) -> None:
+        """Write a checkpoint of weights that contain these rows."""
+        parts, trainee = self._parts, self._parts.trainee
         masters = dict(
             zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
         )
@@ -242,7 +254,6 @@ class DrafterWorker:
         )
         self._saved_step = progress.step
         parts.meter.checkpoint = str(path)
-        parts.rings.mark_committed()
         _log.info("checkpoint %s", path)
 
     def _write_summary(self) -> None:
