@@ -16,6 +16,8 @@ checkpoint holds it and that nobody is behind: until then the weights that hold 
 of weights that were lost are left to others by a fresh session with the ring.
 """
 
+import hashlib
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -241,6 +243,16 @@ class GroupWorker(DrafterWorker):
         self._num_tokens = 0
         self._parts.rings.mark_consumed(mine)
         self._uncommitted.append((lineage.step, mine))
+        self._log_weights(mine)
+
+    def _log_weights(self, mine: set[int]) -> None:
+        """Say which weights these are: equal lineages have equal ones."""
+        if _log.isEnabledFor(logging.DEBUG):
+            digest = digest_of(self._parts.trainee.optimizer.masters)
+            lineage = {"lineage": self._lineage.number, "step": self._lineage.step}
+            _log.debug(
+                "weights %s", json.dumps({**lineage, "digest": digest, "rows": sorted(mine)})
+            )
 
     def _log_group(self) -> None:
         """Log figures of all members' tokens together."""
@@ -280,6 +292,7 @@ class GroupWorker(DrafterWorker):
         self._num_open = self._num_micro = self._num_tokens = self._open_tokens = 0
         self._progress.step, self._sums = lineage.step, None
         self._saved_step = lineage.saved_step
+        self._log_weights(set())
 
     # -- checkpoints, and the end ----------------------------------------------------------------
 
@@ -324,3 +337,11 @@ class GroupWorker(DrafterWorker):
         if not self._is_leaving() or self._leaving_since is None:
             return False
         return time.monotonic() - self._leaving_since > self._table.sync_patience_seconds
+
+
+def digest_of(tensors: list[Tensor]) -> str:
+    """Return what is equal for equal tensors; copies them to the host."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,146 @@
+"""Workers of one group that come, leave, die and stop: the others go on, with equal weights."""
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from common.quorum import is_installed
+from tests.groups import GroupRun
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="torchft (extra sync) is not installed"),
+    pytest.mark.timeout(300),
+]
+both = pytest.mark.parametrize("sync", ["allreduce", "local_sgd"])
+
+
+@both
+def test_a_killed_worker_is_missed_no_longer_than_its_lease_and_one_who_joins_is_healed(
+    tmp_path: Path, sync: str
+) -> None:
+    with GroupRun(tmp_path, sync) as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        run.signal("b", signal.SIGKILL)
+        run.wait_for_exchanges("a", 3)
+        run.start_workers("c")
+        run.wait_until(lambda: "healed by member" in run.log("c"), "c is healed")
+        run.wait_for_exchanges("c", 2)
+        run.wait_for_end("a", "c")
+        run.assert_whole("a", "b", "c")
+
+
+@both
+def test_a_worker_stopped_past_its_lease_comes_back_to_the_weights_of_the_others(
+    tmp_path: Path, sync: str
+) -> None:
+    with GroupRun(tmp_path, sync) as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        run.signal("b", signal.SIGSTOP)
+        stopped_at = run.num_exchanges("b")
+        run.wait_for_exchanges("a", 3)
+        assert run.num_exchanges("b") == stopped_at
+        healed = run.log("b").count("healed by member")
+        run.signal("b", signal.SIGCONT)
+        run.wait_until(lambda: run.log("b").count("healed by member") > healed, "b is healed")
+        run.wait_for_end("a", "b")
+        run.assert_whole("a", "b")
+
+
+def test_a_worker_that_leaves_has_its_rows_in_a_checkpoint_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    with GroupRun(tmp_path, "allreduce") as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        run.signal("b", signal.SIGTERM)
+        run.wait_for_end("b")
+        trained = {row for entry in run.weights("b") for row in entry["rows"]}
+        consumed = run.state()["consumed"]
+        assert trained <= {*range(consumed["low"]), *consumed["above"]}
+        run.wait_for_end("a")
+        run.assert_whole("a", "b")
+        assert run.state()["trained_rows"] == run.account()["rows_published"], "none is trained twice"
+
+
+def test_a_group_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    with GroupRun(tmp_path, "local_sgd") as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        for name in "ab":
+            run.signal(name, signal.SIGTERM)
+        run.wait_for_end("a", "b")
+        step = run.state()["step"]
+        assert step > 0
+        run.start_workers("c")
+        run.wait_for_end("c")
+        assert run.weights("c")[0]["step"] > step
+        run.assert_whole("a", "b", "c")
+
+
+def test_a_worker_of_another_config_is_refused_by_name_and_the_group_goes_on(
+    tmp_path: Path,
+) -> None:
+    with GroupRun(tmp_path, "allreduce") as run:
+        run.start_workers("a")
+        run.wait_for_exchanges("a", 2)
+        run.start_workers("b", settings=("optimizer.learning_rate=0.5",))
+        assert run.processes["b"].wait(100) == 2, run.tails()
+        assert "optimizer.learning_rate got 0.5, expected 0.01" in run.log("b")
+        run.wait_for_end("a")
+        run.assert_whole("a")
+
+
+def disturb(run: GroupRun, chooser: random.Random, num_faults: int) -> set[str]:
+    """Kill, stop, send away and add workers at random; return the names of all."""
+    names = ["w0", "w1"]
+    run.start_workers(*names)
+    run.wait_for_exchanges("w0", 1)
+    stopped = ""
+    for number in range(num_faults):
+        if run.processes["target"].poll() is not None:
+            break
+        running = [name for name in names if run.processes[name].poll() is None]
+        fault = chooser.choice(["kill", "stop", "leave", "join"])
+        victim = chooser.choice(running) if len(running) > 1 else ""
+        if fault == "kill" and victim:
+            run.signal(victim, signal.SIGKILL)
+        elif fault == "leave" and victim:
+            run.signal(victim, signal.SIGTERM)
+        elif fault == "stop" and victim:
+            stopped = victim
+            run.signal(victim, signal.SIGSTOP)
+        if fault == "join" or not victim:
+            names.append(f"j{number}")
+            run.start_workers(names[-1])
+        others = [name for name in names if run.processes[name].poll() is None and name != stopped]
+        wanted = sum(map(run.num_exchanges, others)) + chooser.randrange(1, 4)
+        run.wait_until(
+            lambda: (
+                sum(map(run.num_exchanges, others)) >= wanted
+                or any(run.processes[name].poll() is not None for name in (*others, "target"))
+            ),
+            "the others go on",
+        )
+        if stopped:
+            run.signal(stopped, signal.SIGCONT)
+            stopped = ""
+    return set(names)
+
+
+@pytest.mark.hammer
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(50))
+@both
+def test_any_schedule_of_faults_ends_with_every_row_in_equal_weights(
+    tmp_path: Path, sync: str, seed: int
+) -> None:
+    with GroupRun(tmp_path, sync) as run:
+        names = disturb(run, random.Random(seed), num_faults=6)
+        if run.processes["target"].poll() is None:
+            run.start_workers("last")
+            names.add("last")
+        run.assert_whole(*sorted(names))
