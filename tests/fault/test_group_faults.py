@@ -63,7 +63,9 @@ def test_a_worker_that_leaves_has_its_rows_in_a_checkpoint_and_the_others_go_on(
         assert trained <= {*range(consumed["low"]), *consumed["above"]}
         run.wait_for_end("a")
         run.assert_whole("a", "b")
-        assert run.state()["trained_rows"] == run.account()["rows_published"], "none is trained twice"
+        assert run.state()["trained_rows"] == run.account()["rows_published"], (
+            "none is trained twice"
+        )
 
 
 def test_a_group_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
@@ -94,41 +96,49 @@ def test_a_worker_of_another_config_is_refused_by_name_and_the_group_goes_on(
         run.assert_whole("a")
 
 
-def disturb(run: GroupRun, chooser: random.Random, num_faults: int) -> set[str]:
+def is_running(run: GroupRun, name: str) -> bool:
+    return run.processes[name].poll() is None
+
+
+def inflict(run: GroupRun, fault: str, victim: str, newcomer: str) -> None:
+    """Do one thing to the group."""
+    signals = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "stop": signal.SIGSTOP}
+    if fault == "join":
+        run.start_workers(newcomer)
+    else:
+        run.signal(victim, signals[fault])
+
+
+def wait_for_others(run: GroupRun, others: list[str], count: int) -> None:
+    """Wait until some have made so many exchanges more, or one of them has ended."""
+    wanted = sum(map(run.num_exchanges, others)) + count
+
+    def is_enough() -> bool:
+        has_ended = not all(is_running(run, name) for name in [*others, "target"])
+        return has_ended or sum(map(run.num_exchanges, others)) >= wanted
+
+    run.wait_until(is_enough, "the others go on")
+
+
+def disturb(run: GroupRun, chooser: random.Random, num_faults: int) -> list[str]:
     """Kill, stop, send away and add workers at random; return the names of all."""
     names = ["w0", "w1"]
     run.start_workers(*names)
-    run.wait_for_exchanges("w0", 1)
-    stopped = ""
+    wait_for_others(run, ["w0"], 1)
     for number in range(num_faults):
-        if run.processes["target"].poll() is not None:
+        running = [name for name in names if is_running(run, name)]
+        if not is_running(run, "target"):
             break
-        running = [name for name in names if run.processes[name].poll() is None]
-        fault = chooser.choice(["kill", "stop", "leave", "join"])
-        victim = chooser.choice(running) if len(running) > 1 else ""
-        if fault == "kill" and victim:
-            run.signal(victim, signal.SIGKILL)
-        elif fault == "leave" and victim:
-            run.signal(victim, signal.SIGTERM)
-        elif fault == "stop" and victim:
-            stopped = victim
-            run.signal(victim, signal.SIGSTOP)
-        if fault == "join" or not victim:
-            names.append(f"j{number}")
-            run.start_workers(names[-1])
-        others = [name for name in names if run.processes[name].poll() is None and name != stopped]
-        wanted = sum(map(run.num_exchanges, others)) + chooser.randrange(1, 4)
-        run.wait_until(
-            lambda: (
-                sum(map(run.num_exchanges, others)) >= wanted
-                or any(run.processes[name].poll() is not None for name in (*others, "target"))
-            ),
-            "the others go on",
-        )
-        if stopped:
-            run.signal(stopped, signal.SIGCONT)
-            stopped = ""
-    return set(names)
+        fault = chooser.choice(["kill", "stop", "leave", "join"]) if len(running) > 1 else "join"
+        victim, newcomer = chooser.choice([*running, ""]), f"j{number}"
+        fault = fault if victim else "join"
+        inflict(run, fault, victim, newcomer)
+        names += [newcomer] * (fault == "join")
+        others = [name for name in names if is_running(run, name) and name != victim]
+        wait_for_others(run, others, chooser.randrange(1, 4))
+        if fault == "stop":
+            run.signal(victim, signal.SIGCONT)
+    return names
 
 
 @pytest.mark.hammer
@@ -140,7 +150,7 @@ def test_any_schedule_of_faults_ends_with_every_row_in_equal_weights(
 ) -> None:
     with GroupRun(tmp_path, sync) as run:
         names = disturb(run, random.Random(seed), num_faults=6)
-        if run.processes["target"].poll() is None:
+        if is_running(run, "target"):
             run.start_workers("last")
-            names.add("last")
-        run.assert_whole(*sorted(names))
+            names.append("last")
+        run.assert_whole(*names)
