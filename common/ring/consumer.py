@@ -168,7 +168,7 @@ class RingConsumer:
             self._turn()
 
     def forget(self, sequences: set[int]) -> None:
-        """These were trained into weights that are gone: a fresh session leaves them to others (R8)."""
+        """These were trained into weights that are gone: a fresh session gives them back (R8)."""
         with self._lock:
             if self._protocol.forget(sequences):
                 self._begin_session()
@@ -274,8 +274,7 @@ class RingConsumer:
 
     def _begin_session(self) -> None:
         """Drop an ended session and its memory; copies that are under way keep theirs mapped."""
-        num_acquired = self._protocol.num_held - len(self._waiting)
-        self._protocol.begin_session(num_acquired)
+        self._protocol.begin_session(num_acquired=self._protocol.num_held - len(self._waiting))
         self._waiting.clear()
         self._detach()
         self._let_go_of_socket()

@@ -68,11 +68,7 @@ def open_worker(
     run, training, instance = config.run, config.training, place.instance
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    group = config.groups[training.group]
-    # A synced group has one series, that of its lowest index.
-    series = 0 if group.is_synced else place.index
-    own = run.directory / "checkpoints" / training.group / str(series)
-    store = CheckpointStore(own, training.keep_checkpoints, is_shared=group.is_synced)
+    store = open_store(config, place.index)
     trainee = build_trainee(config, store)
     rings = stack.enter_context(
         contextlib.closing(
@@ -117,11 +113,20 @@ def open_worker(
         run=describe_run(config, trainee, schema),
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )
-    if not group.is_synced:
+    if not config.groups[training.group].is_synced:
         return DrafterWorker(config, parts, stop)
-    membership = join_group(config, place.index, parts, describe_agreement(config, trainee, schema))
+    agreement = describe_agreement(config, trainee, schema)
+    membership = join_group(config, place.index, parts, agreement)
     stack.enter_context(membership.meetings)
     return GroupWorker(config, parts, stop, membership=membership)
+
+
+def open_store(config: WorkerConfig, index: int) -> CheckpointStore:
+    """Open a worker's series of checkpoints: a synced group has one, that of index 0."""
+    group = config.training.group
+    is_synced = config.groups[group].is_synced
+    own = config.run.directory / "checkpoints" / group / str(0 if is_synced else index)
+    return CheckpointStore(own, config.training.keep_checkpoints, is_shared=is_synced)
 
 
 def join_group(

@@ -12,6 +12,7 @@ LIGHT_MODULES = (
     "services.drafter_worker.export",
     "services.target_server.__main__",
     "services.evaluator.__main__",
+    "services.quorum_server.__main__",
     "common.ring.owner",
     "common.ring.consumer",
     "common.lifecycle",

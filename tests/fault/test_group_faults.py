@@ -83,6 +83,18 @@ def test_a_group_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
         run.assert_whole("a", "b", "c")
 
 
+def test_a_quorum_server_that_dies_is_waited_for_and_the_group_goes_on(tmp_path: Path) -> None:
+    with GroupRun(tmp_path, "allreduce") as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        run.signal("quorum", signal.SIGKILL)
+        run.start("services.quorum_server", "quorum")
+        for name in "ab":
+            run.wait_for_exchanges(name, 2)
+        run.wait_for_end("a", "b")
+        run.assert_whole("a", "b")
+
+
 def test_a_worker_of_another_config_is_refused_by_name_and_the_group_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -95,6 +95,14 @@ def test_each_group_gets_its_workers(in_directory: Path) -> None:
     assert workers[2].command[-1] == 'training.group="wide"'
 
 
+def test_a_quorum_server_is_started_only_where_a_group_has_sync(in_directory: Path) -> None:
+    groups = ("groups.a.sync=none", "groups.b.sync=local_sgd")
+    for settings, expected in (((), 0), (groups[:1], 0), (groups, 1)):
+        roles = [spec.role for spec in service_specs(launch_of(*settings))]
+        assert roles.count("quorum_server") == expected
+        assert roles[: 1 + expected] == ["control_plane", "quorum_server"][: 1 + expected]
+
+
 def test_each_target_of_the_run_is_started_and_claims_its_ring_itself(in_directory: Path) -> None:
     launch = launch_of("target.replicas=3")
     targets = [spec for spec in service_specs(launch) if spec.role == "target_server"]

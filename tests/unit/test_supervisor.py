@@ -133,10 +133,11 @@ def test_a_killed_child_is_named_with_its_signal(tmp_path, stop, said) -> None:
 
 
 @pytest.mark.parametrize("script", [END, FAIL])
-def test_a_control_plane_that_ends_first_has_failed(tmp_path, stop, said, script) -> None:
-    outcome = run_to_end(supervise(tmp_path, stop, said), spec("control_plane", script),
+@pytest.mark.parametrize("role", ["control_plane", "quorum_server"])
+def test_a_server_of_the_run_that_ends_first_has_failed(tmp_path, stop, said, role, script) -> None:
+    outcome = run_to_end(supervise(tmp_path, stop, said), spec(role, script),
                          spec("drafter_worker", SERVE))  # fmt: skip
-    assert (outcome.kind, outcome.failed.spec.name) == ("failed", "control_plane")
+    assert (outcome.kind, outcome.failed.spec.name) == ("failed", role)
 
 
 def test_services_stop_in_the_order_worker_target_control_plane(tmp_path, stop, said) -> None:
