@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -98,7 +98,6 @@ def open_worker(
     feed = stack.enter_context(
         contextlib.closing(open_feed(config, rings, watch, schema, trainee.working_dtype))
     )
-    metrics = stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl"))
     parts = Parts(
         trainee=trainee,
         rings=rings,
@@ -106,7 +105,7 @@ def open_worker(
         stepper=stepper,
         store=store,
         meter=meter,
-        metrics=metrics,
+        metrics=stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl")),
         open_held_out=partial(
             open_held_out, run.directory, schema, stepper.objective, trainee.working_dtype
         ),
@@ -115,8 +114,7 @@ def open_worker(
     )
     if not config.groups[training.group].is_synced:
         return DrafterWorker(config, parts, stop)
-    agreement = describe_agreement(config, trainee, schema)
-    membership = join_group(config, place.index, parts, agreement)
+    membership = join_group(config, place.index, parts, schema)
     stack.enter_context(membership.meetings)
     return GroupWorker(config, parts, stop, membership=membership)
 
@@ -129,11 +127,10 @@ def open_store(config: WorkerConfig, index: int) -> CheckpointStore:
     return CheckpointStore(own, config.training.keep_checkpoints, is_shared=is_synced)
 
 
-def join_group(
-    config: WorkerConfig, index: int, parts: Parts, agreement: dict[str, Any]
-) -> Membership:
+def join_group(config: WorkerConfig, index: int, parts: Parts, schema: RowSchema) -> Membership:
     """Make a worker a member; the counts of its checkpoint are the group's, not its own."""
     name, progress = config.training.group, parts.trainee.progress
+    agreement = describe_agreement(config, parts.trainee, schema)
     lineage = Lineage.of_checkpoint(
         progress.step, progress.trained_rows, progress.trained_tokens, parts.trainee.consumed,
         is_saved=parts.store.newest() is not None,
