@@ -85,6 +85,8 @@ class GroupWorker(DrafterWorker):
         """The group's packed sums since the last line of metrics."""
         self._idle_since = time.monotonic()
         self._leaving_since: float | None = None
+        # Half of it: who is asked to stop has other things to do before it is killed.
+        self._leave_seconds = self._table.sync_patience_seconds / 2
 
     def run(self) -> None:
         """Train until the group's stream is drained, `max_steps`, or a stop request."""
@@ -163,8 +165,9 @@ class GroupWorker(DrafterWorker):
 
     def _meet(self) -> bool:
         """Meet once; return whether it came to its end."""
+        patience = self._leave_seconds if self._is_leaving() else None
         try:
-            self._hold(self._meetings.open(self._lineage.step))
+            self._hold(self._meetings.open(self._lineage.step, patience))
         except PeerLostError as error:
             self._meetings.fail(error)
             self._is_over = self._is_over or self._has_left_in_vain()
@@ -336,7 +339,7 @@ class GroupWorker(DrafterWorker):
     def _has_left_in_vain(self) -> bool:
         if not self._is_leaving() or self._leaving_since is None:
             return False
-        return time.monotonic() - self._leaving_since > self._table.sync_patience_seconds
+        return time.monotonic() - self._leaving_since > self._leave_seconds
 
 
 def digest_of(tensors: list[Tensor]) -> str:

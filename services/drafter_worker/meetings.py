@@ -127,13 +127,19 @@ class Meetings:
         """The main thread lives: it may be waited for."""
         self._alive_at = time.monotonic()
 
-    def open(self, step: int) -> Meeting:
-        """Wait for the others, connect where somebody came or left; raise `PeerLostError`."""
+    def open(self, step: int, patience_seconds: float | None = None) -> Meeting:
+        """Wait for the others, connect where somebody came or left; raise `PeerLostError`.
+
+        Args:
+            patience_seconds: how long to wait at most; by default as long as the lighthouse does.
+        """
         self.touch()
         self._client = self._client or self._reach_lighthouse()
-        patience = self._table.sync_patience_seconds + self._table.sync_lease_seconds
+        if patience_seconds is None:
+            lease = self._table.sync_lease_seconds
+            patience_seconds = self._table.sync_patience_seconds + lease + _MARGIN_SECONDS
         me = Member(self.name, self._address, self._num_failures)
-        quorum = self._client.meet(me, step, patience + _MARGIN_SECONDS)
+        quorum = self._client.meet(me, step, patience_seconds)
         self.touch()
         rank = [member.name for member in quorum.members].index(self.name)
         if quorum.members != self._connected:
