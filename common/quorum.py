@@ -94,7 +94,9 @@ class LighthouseClient:
             ) from error
         members = sorted(
             (
-                Member(one.replica_id, one.store_address, int((one.data or {})["num_failures"]))
+                Member(
+                    one.replica_id, one.store_address, int((one.data or {}).get("num_failures", 0))
+                )
                 for one in found.participants
             ),
             key=lambda one: one.name,

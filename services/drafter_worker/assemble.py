@@ -116,7 +116,7 @@ def open_worker(
         return DrafterWorker(config, parts, stop)
     membership = join_group(config, place.index, parts, schema)
     stack.enter_context(membership.meetings)
-    return GroupWorker(config, parts, stop, membership=membership)
+    return GroupWorker(config, parts, stop, membership)
 
 
 def open_store(config: WorkerConfig, index: int) -> CheckpointStore:

@@ -19,6 +19,7 @@ of weights that were lost are left to others by a fresh session with the ring.
 import hashlib
 import json
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from common.errors import PeerLostError
+from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import StagedRow
 from services.drafter_worker.meetings import Meeting, Meetings
 from services.drafter_worker.meter import Progress
@@ -42,7 +44,7 @@ from services.drafter_worker.sync import (
     hash_of,
     heal,
 )
-from services.drafter_worker.worker import DrafterWorker
+from services.drafter_worker.worker import DrafterWorker, Parts
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +61,11 @@ class Membership:
 class GroupWorker(DrafterWorker):
     """Trains a group's drafter together with the others."""
 
-    def __init__(self, *parts: Any, membership: Membership) -> None:
+    def __init__(
+        self, config: WorkerConfig, parts: Parts, stop: threading.Event, membership: Membership
+    ) -> None:
         """Take what a `DrafterWorker` takes, and the membership."""
-        super().__init__(*parts)
+        super().__init__(config, parts, stop)
         self._meetings = membership.meetings
         self._agreement = membership.agreement
         self._lineage = membership.lineage

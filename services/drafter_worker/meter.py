@@ -65,7 +65,7 @@ class Meter:
         now = time.monotonic()
         self.train_seconds = now - self.started_at
         self._last_row_at = now
-        if num_steps:
+        if num_steps > 0:  # weights that are taken over may be of an earlier step
             self._step_seconds.append((now - began_at) / num_steps)
 
     def step_done(self) -> None:
