@@ -72,6 +72,15 @@ class GroupRun:
         lines = [line.partition(": weights ")[2] for line in self.log(name).splitlines()]
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def trained(self, name: str) -> set[int]:
+        """Return the rows that a worker has brought to exchanges."""
+        return {row for entry in self.weights(name) for row in entry["rows"]}
+
+    def contained(self) -> set[int]:
+        """Return the rows that the group's newest checkpoint lists."""
+        consumed = self.state()["consumed"]
+        return {*range(consumed["low"]), *consumed["above"]}
+
     def num_exchanges(self, name: str) -> int:
         """Return how many exchanges a worker has made."""
         return len(self.weights(name))
