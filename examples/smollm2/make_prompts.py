@@ -65,31 +65,31 @@ def main() -> None:
     options = parser.parse_args()
     choice = random.Random(SEED)
     prompts = [
-        *_ask(choice, choice.sample(_computing_terms(options.foldoc), NUM_TERMS), TERM_QUESTIONS),
-        *_ask(choice, choice.sample(_common_nouns(options.gcide), NUM_NOUNS), NOUN_QUESTIONS),
-        *_ask(choice, _modules(), MODULE_QUESTIONS),
-        *_ask(choice, _functions(options.human_eval), FUNCTION_QUESTIONS),
+        *ask(choice, choice.sample(_computing_terms(options.foldoc), NUM_TERMS), TERM_QUESTIONS),
+        *ask(choice, choice.sample(_common_nouns(options.gcide), NUM_NOUNS), NOUN_QUESTIONS),
+        *ask(choice, _modules(), MODULE_QUESTIONS),
+        *ask(choice, _functions(options.human_eval), FUNCTION_QUESTIONS),
     ]
     choice.shuffle(prompts)
-    _write(options.output / "held_out.jsonl", "held-out", prompts[:NUM_HELD_OUT])
-    _write(options.output / "prompts.jsonl", "prompt", prompts[NUM_HELD_OUT:])
+    write(options.output / "held_out.jsonl", "held-out", prompts[:NUM_HELD_OUT])
+    write(options.output / "prompts.jsonl", "prompt", prompts[NUM_HELD_OUT:])
 
 
-def _ask(choice: random.Random, subjects: list[str], questions: tuple[str, ...]) -> list[str]:
+def ask(choice: random.Random, subjects: list[str], questions: tuple[str, ...]) -> list[str]:
     asked = [choice.choice(questions).format(subject) for subject in subjects]
     return [re.sub(r"\ba (?=[aeiou])", "an ", question) for question in asked]
 
 
 def _computing_terms(stem: Path) -> list[str]:
     """Return FOLDOC's headwords that at least eight links of other entries name."""
-    entries = list(_entries(stem))
+    known = list(entries(stem))
     links: Counter[str] = Counter()
-    for text in (text for _, text in entries):
+    for text in (text for _, text in known):
         links.update(" ".join(link.split()).lower() for link in re.findall(r"\{([^{}]+)\}", text))
     unfit = re.compile(r"<[^>]*(jargon|abuse|humou?r|person|company|legal)[^>]*>")
     terms = {
         text.splitlines()[0].strip()
-        for word, text in entries
+        for word, text in known
         if re.fullmatch(r"[a-z][a-z \-]{2,20}", word)
         and text.splitlines()[0].strip().lower() == word
         and links[word] >= 8
@@ -101,12 +101,12 @@ def _computing_terms(stem: Path) -> list[str]:
 
 def _common_nouns(stem: Path) -> list[str]:
     """Return the words that are nouns only and that GCIDE's own definitions use most."""
-    entries = list(_entries(stem))
+    known = list(entries(stem))
     uses: Counter[str] = Counter()
-    for _, text in entries:
+    for _, text in known:
         uses.update(re.findall(r"[a-z]+", text))
     kinds: dict[str, set[str]] = {}
-    for word, text in entries:
+    for word, text in known:
         if re.fullmatch(r"[A-Z][a-z]{3,11}", word):
             kind = re.search(r"\\,? (n|v|a|adv|imp|p|prep)\.", text[:120])
             kinds.setdefault(word.lower(), set()).add(kind[1] if kind else "")
@@ -129,7 +129,7 @@ def _functions(path: Path) -> list[str]:
     return sorted(name for name in names if "_" in name)
 
 
-def _entries(stem: Path) -> Iterator[tuple[str, str]]:
+def entries(stem: Path) -> Iterator[tuple[str, str]]:
     """Yield headword and text of a dictionary in the format of dictd."""
     text = gzip.decompress(Path(f"{stem}.dict.dz").read_bytes())
     for line in Path(f"{stem}.index").read_text(encoding="utf-8").splitlines():
@@ -145,7 +145,7 @@ def _number(digits: str) -> int:
     return value
 
 
-def _write(path: Path, kind: str, prompts: list[str]) -> None:
+def write(path: Path, kind: str, prompts: list[str]) -> None:
     with path.open("w", encoding="utf-8") as output:
         for number, text in enumerate(prompts):
             message = {"role": "user", "content": text}
