@@ -15,44 +15,55 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.drafter_step import BLOCK_SIZE, NUM_ROWS, SHAPES, make_rows, make_spec, median_ms
+from benchmarks.drafter_step import NUM_ROWS, SHAPES, make_rows, make_spec, median_ms
 from common.drafters.dflash.config import DrafterSpec
 
 PEERS = ("specforge", "specforge_liger")
 _WARM_UP, _STEPS = 6, 10
 
 
-def specforge_step(spec: DrafterSpec, anchors: int, *, liger: bool) -> Callable[..., None]:
-    """Return SpecForge's online DFlash step: (token ids, features, loss mask) of one row."""
+def specforge_model(
+    spec: DrafterSpec, anchors: int, *, liger: bool, device: torch.device
+) -> torch.nn.Module:
+    """Return SpecForge's online DFlash model with its drafter, in bfloat16; its tables are frozen."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from specforge.modeling.draft.dflash_kernels import load_liger_dflash_kernels
 
-    with torch.device("cuda"):
-        draft = DFlashDraftModel(_config(spec), load_liger_dflash_kernels() if liger else None)
+    backend = "flex_attention" if device.type == "cuda" else "sdpa"
+    with device:
+        draft = DFlashDraftModel(
+            _config(spec, backend), load_liger_dflash_kernels() if liger else None
+        )
         head = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         embedding = torch.nn.Embedding(spec.vocab_size, spec.hidden_size)
     for module in (draft, head, embedding):
         module.to(torch.bfloat16)
     head.requires_grad_(False)
     embedding.requires_grad_(False)
-    model = OnlineDFlashModel(
-        draft, head, embedding, spec.mask_token_id, block_size=BLOCK_SIZE, num_anchors=anchors,
-        loss_decay_gamma=spec.loss_decay_gamma,
+    return OnlineDFlashModel(
+        draft, head, embedding, spec.mask_token_id, block_size=spec.block_size, num_anchors=anchors,
+        loss_decay_gamma=spec.loss_decay_gamma, attention_backend=backend,
     )  # fmt: skip
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-5, fused=True)
+
+
+def specforge_step(spec: DrafterSpec, anchors: int, *, liger: bool) -> Callable[..., None]:
+    """Return SpecForge's online DFlash step: (token ids, features, loss mask) of one row."""
+    model = specforge_model(spec, anchors, liger=liger, device=torch.device("cuda"))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
     def step(token_ids: torch.Tensor, features: torch.Tensor, loss_mask: torch.Tensor) -> None:
         loss, *_ = model(token_ids, features, loss_mask)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def _config(spec: DrafterSpec) -> object:
+def _config(spec: DrafterSpec, attention: str) -> object:
     """Return the drafter's config as SpecForge reads it."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
@@ -60,7 +71,8 @@ def _config(spec: DrafterSpec) -> object:
         hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
         num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
         head_dim=spec.head_dim, vocab_size=spec.vocab_size, num_hidden_layers=spec.num_layers,
-        max_position_embeddings=spec.max_position_embeddings, rope_theta=1e6,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_theta=spec.rope_parameters["rope_theta"], rms_norm_eps=spec.rms_norm_eps,
         use_sliding_window=bool(spec.sliding_window), sliding_window=spec.sliding_window or None,
         layer_types=list(spec.layer_types),
     )  # fmt: skip
@@ -69,7 +81,7 @@ def _config(spec: DrafterSpec) -> object:
     config.dflash_config = {
         "mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.target_layer_ids),
     }  # fmt: skip
-    config._attn_implementation = "flex_attention"  # noqa: SLF001 - as SpecForge's own trainer sets it
+    config._attn_implementation = attention  # noqa: SLF001 - as SpecForge's own trainer sets it
     return config
 
 
