@@ -1,6 +1,6 @@
 """Whose drafter is accepted sooner: this project's, or one trained by a peer's model and loss?
 
-    python -m benchmarks.acceptance_race --config my.toml --out DIR [--seconds 45] [--points 6] [--json]
+    python -m benchmarks.acceptance_race --config benchmarks/acceptance_race.toml --out DIR [--seconds 45] [--points 6] [--json]
         [--arms ours:8:random ours:8:target_layers specforge:8:random specforge_packed:8:random]
 
 Each arm trains a drafter (who:block size:initial weights) for so many seconds on the same rows of the
