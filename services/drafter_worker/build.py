@@ -20,7 +20,6 @@ from common.contracts.sequences import SequenceSet
 from common.drafters.dflash.checkpoint import load_state, read_spec
 from common.drafters.dflash.config import DrafterSpec, needs_target, resolve_spec
 from common.drafters.dflash.float8_products import float8_products
-from common.drafters.dflash.initialise import init_from_target, random_init
 from common.drafters.dflash.model import DFlashDrafter, plain_products
 from common.drafters.dflash.objective import DFlashObjective
 from common.errors import CheckpointError, ConfigError
@@ -35,10 +34,11 @@ from common.target.loading import (
     resolve_mask_token_id,
     resolve_target_layer_ids,
 )
-from common.target.weights import load_decoder_layers, load_embedding_and_head
+from common.target.weights import load_embedding_and_head
 from common.tensors import RowBuffers
 from services.drafter_worker.checkpoint import CheckpointStore, read_run, read_trainer
 from services.drafter_worker.config import WorkerConfig
+from services.drafter_worker.initial import initialise, with_own_values
 from services.drafter_worker.meter import Progress
 from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.step import Stepper
@@ -71,14 +71,14 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     """Make the drafter: from the newest checkpoint of the store, or from its initial weights."""
     device = torch.device(config.run.device)
     target = describe_target(config.target)
-    spec = make_spec(config, target)
+    newest = store.newest()
+    spec = make_spec(config, target, newest)
     in_float8 = config.drafter.precision == "fp8"
     if in_float8:
         check_device(device, "drafter.precision")
     drafter = DFlashDrafter(spec, float8_products if in_float8 else plain_products)
-    newest = store.newest()
     if newest is None:
-        _initialise(drafter, config, target)
+        initialise(drafter, config, target)
     else:
         _check_same_spec(newest, spec)
         with _named_way_out():
@@ -102,9 +102,15 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     return Trainee(spec, drafter, optimizer, progress, consumed, target, template)
 
 
-def make_spec(config: WorkerConfig, target: TargetDescription) -> DrafterSpec:
-    """Return the drafter's shape: the config's, and the target's where that leaves it open."""
-    return resolve_spec(
+def make_spec(
+    config: WorkerConfig, target: TargetDescription, newest: Path | None = None
+) -> DrafterSpec:
+    """Return the drafter's shape: the config's, and the target's where that leaves it open.
+
+    Args:
+        newest: the checkpoint that training goes on from; `init_from` is not read again then.
+    """
+    spec = resolve_spec(
         config.drafter,
         target,
         target_layer_ids=resolve_target_layer_ids(config.target, target.num_layers),
@@ -112,6 +118,8 @@ def make_spec(config: WorkerConfig, target: TargetDescription) -> DrafterSpec:
             config.target, num_token_ids(load_tokenizer(config.target)), target.vocab_size
         ),
     )
+    init_from = config.drafter.init_from
+    return spec if init_from is None else with_own_values(spec, newest or init_from)
 
 
 def wait_for_schema(
@@ -199,7 +207,9 @@ def compile_key(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> st
     what = {
         "gpu": torch.cuda.get_device_name(),
         "spec": asdict(trainee.spec),
-        "drafter": config.drafter.model_dump(mode="json", exclude={"compile_cache", "init"}),
+        "drafter": config.drafter.model_dump(
+            mode="json", exclude={"compile_cache", "init", "init_from"}
+        ),
         "optimizer": config.optimizer.kind,
         "target_softcap": trainee.target.logit_softcap,
         "row": [schema.row_tokens, schema.max_documents, schema.has_last_hidden_states_normed],
@@ -244,31 +254,6 @@ def installed_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _initialise(drafter: DFlashDrafter, config: WorkerConfig, target: TargetDescription) -> None:
-    random_init(drafter, config.run.seed)
-    if config.drafter.init == "target_layers":
-        if not target.family.starts_drafter:
-            raise ConfigError(
-                f"drafter.init = 'target_layers': got a target of type {target.model_type!r}, whose "
-                f"layers are not known to be like the drafter's (two norms, separate projections, a "
-                f"SiLU MLP); set drafter.init to 'random'"
-            )
-        count = config.drafter.num_layers
-        if count > target.num_layers:
-            raise ConfigError(
-                f"init = 'target_layers': got {count} draft layers, expected at most the target's "
-                f"{target.num_layers}"
-            )
-        ids = tuple(range(target.num_layers - count, target.num_layers))
-        tensors = load_decoder_layers(config.target, ids, device="cpu", dtype=torch.float32)
-        prefixes = [f"layers.{layer}." for layer in ids]
-        layers = [
-            {name.removeprefix(p): value for name, value in tensors.items() if name.startswith(p)}
-            for p in prefixes
-        ]
-        init_from_target(drafter, layers, tensors["norm.weight"])
 
 
 def _check_template(got: str, config: WorkerConfig, trainee: Trainee) -> None:

@@ -135,12 +135,22 @@ def read_drafter(directory: Path, device: torch.device, dtype: torch.dtype) -> D
 
 def load_state(drafter: DFlashDrafter, directory: Path) -> None:
     """Copy a checkpoint's weights into a drafter; name each tensor that does not match."""
+    weights = read_weights(directory)
+    _refuse(directory, tensor_misfits(drafter, weights))
+    drafter.load_state_dict(weights)
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors as they are in its file."""
     try:
-        weights = load_file(directory / WEIGHTS_FILE)
+        return load_file(directory / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r}: {WEIGHTS_FILE}: {error}") from error
-    _check_shapes(directory, drafter, {name: tuple(x.shape) for name, x in weights.items()})
-    drafter.load_state_dict(weights)
+
+
+def tensor_misfits(drafter: DFlashDrafter, weights: dict[str, Tensor]) -> list[str]:
+    """Name each tensor that is missing, not known, or of another shape."""
+    return _shape_misfits(drafter, {name: tuple(x.shape) for name, x in weights.items()})
 
 
 def check_tensors(directory: Path, spec: DrafterSpec) -> None:
@@ -151,12 +161,20 @@ def check_tensors(directory: Path, spec: DrafterSpec) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {str(directory)!r}: {WEIGHTS_FILE}: {error}") from error
     with torch.device("meta"):
-        _check_shapes(directory, DFlashDrafter(spec), got)
+        _refuse(directory, _shape_misfits(DFlashDrafter(spec), got))
 
 
-def _check_shapes(directory: Path, drafter: DFlashDrafter, got: dict[str, tuple[int, ...]]) -> None:
+def _refuse(directory: Path, misfits: list[str]) -> None:
+    if misfits:
+        raise CheckpointError(
+            f"checkpoint {str(directory)!r}: {WEIGHTS_FILE} does not fit its {CONFIG_FILE}: "
+            f"{'; '.join(misfits)}"
+        )
+
+
+def _shape_misfits(drafter: DFlashDrafter, got: dict[str, tuple[int, ...]]) -> list[str]:
     expected = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
-    wrong = [
+    return [
         *(f"{name} is missing" for name in sorted(expected.keys() - got.keys())),
         *(f"{name} is not known" for name in sorted(got.keys() - expected.keys())),
         *(
@@ -165,11 +183,6 @@ def _check_shapes(directory: Path, drafter: DFlashDrafter, got: dict[str, tuple[
             if got[name] != expected[name]
         ),
     ]
-    if wrong:
-        raise CheckpointError(
-            f"checkpoint {str(directory)!r}: {WEIGHTS_FILE} does not fit its {CONFIG_FILE}: "
-            f"{'; '.join(wrong)}"
-        )
 
 
 def _spec_of(config: dict[str, Any]) -> DrafterSpec:

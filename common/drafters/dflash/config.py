@@ -48,6 +48,9 @@ class DrafterTable(Table):
     """Slot k weighs exp(-(k - 1) / gamma); 0 weighs all slots alike. `dpace` has weights of its own."""
     init: Literal["random", "target_layers"] = "random"
     """Initial weights: random, or the target's last layers, final norm and last feature."""
+    init_from: Path | None = None
+    """A drafter in the z-lab layout whose weights to start with, in place of `init`: a checkpoint of
+    another run, or a released drafter. The other settings must be as it has them."""
     intermediate_size: int = Field(default=0, ge=0)
     """Width of the MLP; 0 takes the target's."""
     num_heads: int = Field(default=0, ge=0)
@@ -73,6 +76,14 @@ class DrafterTable(Table):
     """Folder of compiled code, which runs and workers share; used on CUDA."""
     cuda_graphs: bool = True
     """Capture the step, compiled or not, in CUDA graphs; used on CUDA."""
+
+    @model_validator(mode="after")
+    def _starts_once(self) -> "DrafterTable":
+        if self.init_from is not None and self.init != "random":
+            raise ValueError(
+                f"init {self.init!r} and init_from {str(self.init_from)!r} are two starts: drop one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _windows_agree(self) -> "DrafterTable":
