@@ -19,7 +19,7 @@ setup: $(READY) $(MODEL)/config.json
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) -e '.[data,dev,gguf,sync]'
+	$(PIP) -e '.[data,dev,gguf,sync,tensorboard]'
 	$(PIP) --no-deps $(ORACLES)
 	touch $(READY)
 

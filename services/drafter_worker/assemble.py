@@ -14,7 +14,9 @@ from common.contracts.rows import RowSchema
 from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
 from common.ring.worker_rings import WorkerRings
+from common.run_record import explain
 from common.telemetry.metrics import MetricsLog
+from common.telemetry.trackers import open_trackers
 from common.tensors import StagingBuffers
 from services.drafter_worker.build import (
     Trainee,
@@ -98,6 +100,9 @@ def open_worker(
     feed = stack.enter_context(
         contextlib.closing(open_feed(config, rings, watch, schema, trainee.working_dtype))
     )
+    explain(run.directory, run.name)
+    origin = describe_run(config, trainee, schema)
+    trackers = open_trackers(training.trackers, run.directory, instance, origin)
     parts = Parts(
         trainee=trainee,
         rings=rings,
@@ -105,11 +110,13 @@ def open_worker(
         stepper=stepper,
         store=store,
         meter=meter,
-        metrics=stack.enter_context(MetricsLog(run.directory / "metrics" / f"{instance}.jsonl")),
+        metrics=stack.enter_context(
+            MetricsLog(run.directory / "metrics" / f"{instance}.jsonl", trackers)
+        ),
         open_held_out=partial(
             open_held_out, run.directory, schema, stepper.objective, trainee.working_dtype
         ),
-        run=describe_run(config, trainee, schema),
+        run=origin,
         summary=run.directory / "workers" / f"{instance}.summary.json",
     )
     if not config.groups[training.group].is_synced:

@@ -1,8 +1,8 @@
 """The drafter worker's config."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config.loading import Table
 from common.config.shared import (
@@ -15,6 +15,13 @@ from common.config.shared import (
     TargetTable,
 )
 from common.drafters.dflash.config import DrafterTable, needs_target
+from common.telemetry.trackers import TrackerName, check_installed
+
+
+def _installed(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    check_installed(names)
+    return names
+
 
 MatrixRate = Literal["original", "match_rms_adamw"]
 
@@ -80,6 +87,8 @@ class TrainingTable(Table):
     """Steps between two checkpoints."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Newest checkpoints that stay, beside the one of step 0."""
+    trackers: Annotated[tuple[TrackerName, ...], AfterValidator(_installed)] = ()
+    """Where the curves of `metrics/` are shown as well; each is an extra of the package."""
     target_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long the worker waits for a silent target server."""
 

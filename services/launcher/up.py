@@ -20,6 +20,7 @@ from typing import Any
 
 from common.config.loading import load
 from common.lifecycle import EXIT_CLEAN, EXIT_CONFIG, EXIT_FAILED, FileLock, write_atomically
+from common.run_record import explain, record_start
 from services.launcher.config import LauncherConfig
 from services.launcher.dry_run import check
 from services.launcher.process import Role, ServiceSpec
@@ -203,6 +204,8 @@ def _write_records(launch: Launch, resolved: dict[str, Any]) -> None:
     remove_old_summaries(directory)
     launch.config.run.training_ended.unlink(missing_ok=True)
     write_atomically(directory / "config.json", json.dumps(resolved, indent=2))
+    explain(directory, launch.config.run.name)
+    record_start(directory, launch.config.run.name)
     record = {
         "pid": os.getpid(),
         "run": launch.config.run.name,

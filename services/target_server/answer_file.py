@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from common.errors import ConfigError
+from common.folders import append_whole, cut_torn_line
 
 _SECONDS_BETWEEN_SYNCS = 1.0
-_CHUNK_BYTES = 1 << 16
 
 
 class AnswerFile:
@@ -40,8 +40,7 @@ class AnswerFile:
         """Write one record of what JSON can hold; it outlives this process, and within a second
         the machine."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        while line:
-            line = line[self._file.write(line) :]
+        append_whole(self._file, line)
         self.ids.add(record["id"])
         if time.monotonic() - self._synced_at > _SECONDS_BETWEEN_SYNCS:
             self._sync()
@@ -81,18 +80,3 @@ class AnswerFile:
                         f"regeneration.output={str(self._path)!r} line {number}: got no record with "
                         f"an id, expected what an earlier run wrote; choose another file"
                     ) from error
-
-
-def cut_torn_line(fd: int) -> None:
-    """Cut off what lies behind the last newline."""
-    end = os.fstat(fd).st_size
-    position = end
-    while position > 0:
-        start = max(position - _CHUNK_BYTES, 0)
-        newline = os.pread(fd, position - start, start).rfind(b"\n")
-        if newline >= 0:
-            position = start + newline + 1
-            break
-        position = start
-    if position < end:
-        os.ftruncate(fd, position)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from common.contracts.record import Record
 from common.contracts.sequences import Shard
 from common.errors import ConfigError
-from services.target_server.answer_file import cut_torn_line
+from common.folders import append_whole, cut_torn_line
 
 
 class Recipe(Record):
@@ -67,9 +67,7 @@ class RecipeJournal:
         self._file.close()
 
     def _write(self, line: str) -> None:
-        content = line.encode() + b"\n"
-        while content:
-            content = content[self._file.write(content) :]
+        append_whole(self._file, line.encode() + b"\n")
         os.fsync(self._file.fileno())
 
 
