@@ -16,6 +16,7 @@
         NonFiniteTensorError   NaN or infinity in features, loss or gradients
       RowRejectedError         a sample that cannot be used; carries the reason it is counted under
       CheckpointError          a checkpoint that is missing, partial or of another shape
+        DiskFullError          a checkpoint that the disk has no space for; a worker waits for some
       PeerLostError            a peer's heartbeat is gone
       AnswerError              answers that a server did not give; starting again asks again
 
@@ -99,6 +100,10 @@ class RowRejectedError(RingdraftError):
 
 class CheckpointError(RingdraftError):
     """A checkpoint that is missing, partial, or of another shape."""
+
+
+class DiskFullError(CheckpointError):
+    """A checkpoint that the disk has no space for; those before it are whole."""
 
 
 class PeerLostError(RingdraftError):

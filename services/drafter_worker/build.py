@@ -4,12 +4,10 @@ import contextlib
 import hashlib
 import json
 import logging
-import platform
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from common.drafters.dflash.objective import DFlashObjective
 from common.errors import CheckpointError, ConfigError
 from common.float8 import check_device
 from common.ring.worker_rings import WorkerRings
+from common.run_record import commit, versions
 from common.target.chat import has_template
 from common.target.loading import (
     TargetDescription,
@@ -60,6 +59,10 @@ class Trainee:
     target: TargetDescription
     template_fingerprint: str | None
     """How the rows of its checkpoint were rendered and masked; None without a checkpoint."""
+    is_resumed: bool = False
+    """Whether all this is a checkpoint's."""
+    sums: tuple[float, ...] = ()
+    """Packed sums of the checkpoint since its last line of metrics."""
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -91,15 +94,19 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     accumulation = max(config.training.accumulation, 2 if is_summed else 1)
     optimizer = MasterOptimizer(drafter.parameters(), masters, config.optimizer, accumulation)
     progress, consumed = Progress(), SequenceSet()
+    sums: tuple[float, ...] = ()
     template = None
     if newest is not None:
         with _named_way_out():
             tensors, state = read_trainer(newest)
             optimizer.load_state(tensors)
             template = read_run(newest).get("template_fingerprint")
-        consumed = SequenceSet.model_validate_json(json.dumps(state.pop("consumed")))
-        progress = Progress(**state)
-    return Trainee(spec, drafter, optimizer, progress, consumed, target, template)
+        progress = Progress(state.step, state.trained_rows, state.trained_tokens)
+        consumed, sums = state.consumed, state.sums
+    return Trainee(
+        spec, drafter, optimizer, progress, consumed, target,
+        template_fingerprint=template, is_resumed=newest is not None, sums=sums,
+    )  # fmt: skip
 
 
 def make_spec(
@@ -222,10 +229,8 @@ def describe_run(config: WorkerConfig, trainee: Trainee, schema: RowSchema) -> d
     return {
         "config": config.model_dump(mode="json"),
         "command_line": sys.argv,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: installed_version(name) for name in ("ringdraft", "torch", "transformers")},
-        },
+        "versions": versions(),
+        "commit": commit(),
         "target_fingerprint": trainee.target.fingerprint,
         "template_fingerprint": schema.template_fingerprint,
         "feature_engine": schema.feature_engine,
@@ -246,14 +251,6 @@ def describe_agreement(config: WorkerConfig, trainee: Trainee, schema: RowSchema
         "target_fingerprint": trainee.target.fingerprint,
         "template_fingerprint": schema.template_fingerprint,
     }
-
-
-def installed_version(name: str) -> str:
-    """Return a distribution's version; a source tree may run without being installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _check_template(got: str, config: WorkerConfig, trainee: Trainee) -> None:

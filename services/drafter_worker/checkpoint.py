@@ -4,23 +4,38 @@
                                                run.json                            (where it is from)
                                                trainer/state.json  trainer/optimizer.safetensors
 
-Written under a temporary name, fsynced, renamed.
+Written under a temporary name, fsynced, renamed. Weights and the rows in them are one such folder (R8).
 """
 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import CheckpointError
-from common.folders import UNFINISHED, is_disk_full, whole_folder
+from common.contracts.record import Record
+from common.contracts.sequences import SequenceSet
+from common.errors import CheckpointError, DiskFullError
+from common.folders import REPLACED, UNFINISHED, is_disk_full, restore_replaced, whole_folder
 
 _STEP_PREFIX = "step-"
+
+
+class TrainerState(Record):
+    """trainer/state.json: where training was, and which rows the weights contain."""
+
+    step: int
+    trained_rows: int
+    trained_tokens: int
+    consumed: SequenceSet
+    sums: tuple[float, ...] = ()
+    """Packed sums since the last line of metrics; float32 values, which JSON holds exactly."""
 
 
 class CheckpointStore:
@@ -33,25 +48,28 @@ class CheckpointStore:
         # A stopped writer may go on where another one has begun: each has its own temporary name.
         self._writer = f".{os.getpid()}" if is_shared else ""
         directory.mkdir(parents=True, exist_ok=True)
+        self._restore_replaced()
         if not is_shared:
             self._remove_leftovers()
 
     def save(
         self,
-        step: int,
-        write_model: Any,
+        write_model: Callable[[Path], object],
         optimizer: dict[str, Tensor],
-        state: dict[str, Any],
+        state: TrainerState,
         run: dict[str, Any],
     ) -> Path:
-        """Write a checkpoint and return its path; raise `CheckpointError` and leave nothing.
+        """Write the checkpoint of `state.step` and return its path.
 
         Args:
             write_model: writes the servable files into the directory that it is given.
-            state: JSON of step, counters and the consumed set.
             run: JSON of where the checkpoint is from.
+
+        Raises:
+            DiskFullError: there is no space; nothing of it is left, and no other is touched.
+            CheckpointError: it cannot be written for another reason, with the same effect.
         """
-        final = self._directory / f"{_STEP_PREFIX}{step:06d}"
+        final = self._directory / f"{_STEP_PREFIX}{state.step:06d}"
         try:
             if self._writer:
                 self._remove_leftovers()
@@ -60,7 +78,14 @@ class CheckpointStore:
                 _write_trainer(temporary / "trainer", optimizer, state)
                 _write_json(temporary / "run.json", run)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(_why_not_written(final, error)) from error
+            if is_disk_full(error):
+                raise DiskFullError(
+                    f"checkpoint {str(final)!r}: the disk is full; free space, older checkpoints are "
+                    f"untouched"
+                ) from error
+            raise CheckpointError(
+                f"checkpoint {str(final)!r} cannot be written: {error}"
+            ) from error
         self._prune()
         return final
 
@@ -71,8 +96,17 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         for leftover in self._directory.glob(f"{UNFINISHED}*"):
-            if not (self._writer and is_alive(leftover.suffix.removeprefix("."))):
+            if not self._is_of_a_live_writer(leftover):
                 shutil.rmtree(leftover, ignore_errors=bool(self._writer))
+
+    def _restore_replaced(self) -> None:
+        for aside in self._directory.glob(f"{REPLACED}*"):
+            if not self._is_of_a_live_writer(aside):
+                name = aside.name.removeprefix(REPLACED).partition(".")[0]
+                restore_replaced(aside, self._directory / name)
+
+    def _is_of_a_live_writer(self, leftover: Path) -> bool:
+        return bool(self._writer) and is_alive(leftover.suffix.removeprefix("."))
 
     def _prune(self) -> None:
         steps = self._steps()
@@ -86,12 +120,13 @@ class CheckpointStore:
         return sorted(self._directory.glob(f"{_STEP_PREFIX}*"), key=_step_of)
 
 
-def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], TrainerState]:
     """Return a checkpoint's optimizer tensors and state."""
     try:
         tensors = load_file(checkpoint / "trainer" / "optimizer.safetensors")
-        state = json.loads((checkpoint / "trainer" / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SafetensorError) as error:
+        content = (checkpoint / "trainer" / "state.json").read_text(encoding="utf-8")
+        state = TrainerState.model_validate_json(content)
+    except (OSError, ValueError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {str(checkpoint)!r}: trainer state cannot be read: {error}"
         ) from error
@@ -111,11 +146,11 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def _write_trainer(directory: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
+def _write_trainer(directory: Path, optimizer: dict[str, Tensor], state: TrainerState) -> None:
     directory.mkdir()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}
     save_file(tensors, directory / "optimizer.safetensors")
-    _write_json(directory / "state.json", state)
+    _write_json(directory / "state.json", state.model_dump(mode="json"))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -129,9 +164,3 @@ def is_alive(pid: str) -> bool:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_STEP_PREFIX))
-
-
-def _why_not_written(path: Path, error: Exception) -> str:
-    if is_disk_full(error):
-        return f"checkpoint {path}: the disk is full; free space, older checkpoints are untouched"
-    return f"checkpoint {path} cannot be written: {error}"

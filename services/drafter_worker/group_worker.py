@@ -94,7 +94,9 @@ class GroupWorker(DrafterWorker):
 
     def run(self) -> None:
         """Train until the group's stream is drained, `max_steps`, or a stop request."""
-        if self._parts.meter.index == 0 and self._lineage.saved_step < 0:
+        if self._parts.trainee.is_resumed:
+            self._write_metrics(is_resumed=True)
+        elif self._parts.meter.index == 0:
             self._save()
         self._parts.meter.start()
         self._meet()
@@ -283,6 +285,7 @@ class GroupWorker(DrafterWorker):
         optimizer.load_state(state)
         self._parts.stepper.forget()
         self._adopt(lineage)
+        self._write_metrics(is_resumed=True)
         _log.info(
             "healed by member %d to step %d in %.2f s",
             words.source, lineage.step, time.monotonic() - began_at,
@@ -332,6 +335,10 @@ class GroupWorker(DrafterWorker):
         contained = consumed.of((*consumed.above, *lineage.rows), low=consumed.low)
         self._write(progress, contained)
         lineage.saved_step = lineage.step
+
+    def _note_full_disk(self, reason: str) -> None:
+        super()._note_full_disk(reason)
+        self._meetings.touch()
 
     def _may_go(self, words: Words) -> bool:
         """Whether nobody needs this worker, nor it the others."""

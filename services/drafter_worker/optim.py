@@ -99,6 +99,12 @@ class MasterOptimizer:
                 f"{self._table.kind!r} unlike in {', '.join(unlike[:3])}; set the old optimizer.kind"
             )
         for name, tensor in own.items():
+            if tensors[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"trainer state: {name} got {tuple(tensors[name].shape)}, expected "
+                    f"{tuple(tensor.shape)}"
+                )
+        for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.round_to_working()
 

@@ -89,6 +89,15 @@ class Stepper:
         self._sums.zero_()
         return packed[:-1], packed[-1]
 
+    def read_sums(self) -> tuple[float, ...]:
+        """Return the packed sums since `take_sums`, and leave them. Syncs."""
+        return tuple(self._sums.tolist())
+
+    def put_sums(self, sums: tuple[float, ...]) -> None:
+        """Go on from the packed sums of a checkpoint; those of another code's figures are dropped."""
+        if len(sums) == self._sums.numel():
+            self._sums.copy_(torch.tensor(sums))
+
     def shared_sums(self) -> list[Tensor]:
         """Return what a group adds up for a step: gradients, their weight, the packed sums."""
         return [*self.optimizer.gradient_sums, self._weight_sum, self._sums]

@@ -8,6 +8,8 @@
 
 A row is consumed with the optimizer step that includes its last visit, and committed with the
 checkpoint that holds that step; only then does the target server forget how to make it again.
+Checkpoints, measures and lines of metrics come at multiples of their intervals, and a checkpoint never
+parts the visits of a row: on a CPU, what follows a resume is bit-equal to what a straight run does.
 """
 
 import json
@@ -18,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.contracts.control_messages import Command, Phase
 from common.contracts.sequences import SequenceSet
+from common.disk import write_with_patience
 from common.drafters.dflash.checkpoint import write_drafter
 from common.drafters.dflash.metrics import unpack_sums
 from common.errors import NonFiniteTensorError
@@ -30,7 +33,7 @@ from common.ring.worker_rings import WorkerRings
 from common.telemetry.control_link import ServiceState
 from common.telemetry.metrics import MetricsLog
 from services.drafter_worker.build import Trainee
-from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed, StagedRow
 from services.drafter_worker.held_out import HeldOut
@@ -39,6 +42,7 @@ from services.drafter_worker.schedule import Schedule, StreamPosition
 from services.drafter_worker.step import Stepper
 
 WAIT_SECONDS = 0.2
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -70,17 +74,23 @@ class DrafterWorker:
         self._position = StreamPosition(config.target.replicas, parts.trainee.consumed)
         self._num_micro = 0
         self._pending: set[int] = set()
-        self._saved_step = -1
+        self._pending_tokens = 0
+        """Row tokens of `_pending`: rows that no step contains yet."""
+        self._saved_step = self._progress.step if parts.trainee.is_resumed else -1
         self._measured_step = -1
         self._held_out: HeldOut | None = None
         self._must_save = threading.Event()
         self._paused = threading.Event()
         self.phase: Phase = "running"
+        self._hindrance = ""
+        """Why the worker waits for its disk."""
 
     def run(self) -> None:
         """Train until the stream is drained, `max_steps`, or a stop request."""
         rings, feed = self._parts.rings, self._parts.feed
-        if self._progress.step == 0:
+        if self._parts.trainee.is_resumed:
+            self._go_on()
+        else:
             self._save()
         self._measure()
         self._parts.meter.start()
@@ -94,7 +104,7 @@ class DrafterWorker:
                     break
             if self._is_measure_due():
                 self._measure()
-            if self._must_save.is_set() or self._is_checkpoint_due():
+            if self._is_between_rows() and (self._must_save.is_set() or self._is_checkpoint_due()):
                 self._must_save.clear()
                 self._save()
         self.phase = "draining"
@@ -107,7 +117,7 @@ class DrafterWorker:
         """Return the worker's state for the control plane."""
         self._parts.meter.graph_replays = self._parts.stepper.num_graph_replays
         self._parts.meter.refused_messages = dict(self._parts.rings.refused_messages)
-        detail = f"step {self._progress.step}"
+        detail = self._hindrance or f"step {self._progress.step}"
         report = self._parts.meter.report()
         return ServiceState(self.phase, detail, self._progress.trained_rows, report)
 
@@ -126,9 +136,14 @@ class DrafterWorker:
         limit = self._config.training.max_steps
         return 0 < limit <= self._progress.step
 
+    def _is_between_rows(self) -> bool:
+        """Whether what no step contains yet is whole rows: those come again, with all their visits."""
+        training = self._config.training
+        return self._num_micro % training.accumulation % training.visits == 0
+
     def _is_checkpoint_due(self) -> bool:
-        step = self._progress.step
-        return step - max(self._saved_step, 0) >= self._config.training.checkpoint_steps
+        steps = self._config.training.checkpoint_steps
+        return self._progress.step // steps > max(self._saved_step, 0) // steps
 
     def _next_row(self) -> StagedRow | None:
         if self._paused.is_set():
@@ -156,6 +171,7 @@ class DrafterWorker:
             self._num_micro += 1
             if visit == training.visits - 1:
                 self._pending.add(row.sequence)
+                self._pending_tokens += row.used_tokens
             if self._num_micro % training.accumulation == 0:
                 self._update()
         parts.feed.give_back(row)
@@ -166,7 +182,7 @@ class DrafterWorker:
     def _update(self) -> None:
         self._step(self._position.num_rows)
         self._parts.rings.mark_consumed(self._pending)
-        self._pending = set()
+        self._pending, self._pending_tokens = set(), 0
         self._log_if_due()
 
     def _step(self, num_rows: int) -> None:
@@ -192,8 +208,7 @@ class DrafterWorker:
                 f"step {progress.step}: the gradient norm is {norm}, the update was skipped; "
                 f"lower optimizer.learning_rate, or look at the target's features"
             )
-        parts.metrics.write(
-            progress.step,
+        self._write_metrics(
             **asdict(figures),
             learning_rate=parts.meter.learning_rate,
             gradient_norm=norm,
@@ -208,7 +223,8 @@ class DrafterWorker:
         )  # fmt: skip
 
     def _is_measure_due(self) -> bool:
-        return self._progress.step - self._measured_step >= self._config.held_out.steps
+        steps = self._config.held_out.steps
+        return self._progress.step // steps > max(self._measured_step, 0) // steps
 
     def _measure(self) -> None:
         """Measure acceptance on the held-out rows, once a step."""
@@ -221,7 +237,7 @@ class DrafterWorker:
             return
         meter.held_out, meter.held_out_step = self._held_out.measure(), step
         figures = [record.model_dump() for record in meter.held_out]
-        self._parts.metrics.write(step, held_out=figures)
+        self._write_metrics(held_out=figures)
         _log.info(
             "step %d held out: %.3f tokens a pass over %d answers",
             step, meter.held_out[0].acceptance_length, meter.held_out[0].num_answers,
@@ -235,23 +251,41 @@ class DrafterWorker:
         if self._saved_step != self._progress.step:
             self._save()
 
+    def _go_on(self) -> None:
+        """Take up the curves where the checkpoint has them, and say so."""
+        self._parts.stepper.put_sums(self._parts.trainee.sums)
+        self._write_metrics(is_resumed=True)
+
     def _save(self) -> None:
-        self._write(self._progress, self._parts.rings.consumed)
+        if self._saved_step == self._progress.step:
+            return
+        progress, sums = self._progress, self._parts.stepper.read_sums()
+        if self._pending:
+            sums = ()  # they have figures of rows that come again
+        contained = Progress(
+            progress.step,
+            progress.trained_rows - len(self._pending),
+            progress.trained_tokens - self._pending_tokens,
+        )
+        self._write(contained, self._parts.rings.consumed, sums)
         self._parts.rings.mark_committed()
 
-    def _write(self, progress: Progress, consumed: SequenceSet) -> None:
+    def _write(
+        self, progress: Progress, consumed: SequenceSet, sums: tuple[float, ...] = ()
+    ) -> None:
         """Write a checkpoint of weights that contain these rows."""
         parts, trainee = self._parts, self._parts.trainee
         masters = dict(
             zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
         )
-        path = parts.store.save(
-            progress.step,
+        save = partial(
+            parts.store.save,
             partial(write_drafter, state=masters, spec=trainee.spec),
             trainee.optimizer.state(),
-            {**asdict(progress), "consumed": consumed.model_dump(mode="json")},
+            TrainerState(**asdict(progress), consumed=consumed, sums=sums),
             {**parts.run, "step": progress.step},
         )
+        path = self._write_with_patience(save)
         self._saved_step = progress.step
         parts.meter.checkpoint = str(path)
         _log.info("checkpoint %s", path)
@@ -272,4 +306,19 @@ class DrafterWorker:
             "group": meter.group,
             "index": meter.index,
         }
-        write_atomically(self._parts.summary, json.dumps(summary))
+        self._write_with_patience(
+            partial(write_atomically, self._parts.summary, json.dumps(summary))
+        )
+
+    def _write_metrics(self, **values: object) -> None:
+        self._write_with_patience(partial(self._parts.metrics.write, self._progress.step, **values))
+
+    def _write_with_patience(self, write: Callable[[], Result]) -> Result:
+        """Write; while the disk is full the worker is paused and says why."""
+        phase = self.phase
+        result = write_with_patience(write, self._stop, self._note_full_disk)
+        self.phase, self._hindrance = phase, ""
+        return result
+
+    def _note_full_disk(self, reason: str) -> None:
+        self.phase, self._hindrance = "paused", reason

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from common.contracts.sequences import ONE_RING, Shard
+from common.disk import write_with_patience
 from common.errors import ConfigError, RowRejectedError
 from common.target.chat import render_prompt
 from services.target_server.conversations import Conversations
@@ -94,9 +95,8 @@ class AnsweredRows:
                 sequence = shard.to_global(number)
                 ids = tuple(sample.sample_id for sample in samples)
                 if self._journal:
-                    self._journal.append(
-                        Recipe(sequence=sequence, data_epoch=data_epoch, sample_ids=ids)
-                    )
+                    recipe = Recipe(sequence=sequence, data_epoch=data_epoch, sample_ids=ids)
+                    write_with_patience(partial(self._journal.append, recipe), self._stop)
                 yield make_row(samples, self._table.row_tokens, sequence, data_epoch)
                 number += 1
         # A ring without a row may be one that there was no prompt for.

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from common.contracts.record import Record
 from common.errors import ConfigError
+from common.folders import is_disk_full
 from common.lifecycle import write_atomically
 from services.target_server.counts import SkipCounts
 
@@ -50,8 +51,18 @@ class Cursors:
         self._settled_below = settled_below
 
     def save(self, cursor: Cursor) -> None:
-        """Keep a cursor, and of those at or before the first row that may come again the last."""
-        write_atomically(self._path(cursor.sequence), cursor.model_dump_json())
+        """Keep a cursor, and of those at or before the first row that may come again the last.
+
+        A full disk costs this one alone: a resume packs more rows again.
+        """
+        path = self._path(cursor.sequence)
+        try:
+            write_atomically(path, cursor.model_dump_json())
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            _log.warning("cursor %s is not saved: the disk is full", path)
+            return
         needed = self._settled_below()
         for sequence in [s for s in self._sequences() if s <= needed][:-1]:
             self._path(sequence).unlink(missing_ok=True)

@@ -14,9 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common.contracts.control_messages import Command, Phase, TargetReport
+from common.disk import write_with_patience
 from common.lifecycle import write_atomically
 from common.ring.owner import RingOwner, WritableSlot
 from common.telemetry.control_link import ServiceState
@@ -156,7 +158,8 @@ class TargetServer:
             "captured_tokens_by_tag": self._tokens_by_tag(),
             "checks": self._checks.results,
         }
-        write_atomically(self._summary, json.dumps(content))
+        write = partial(write_atomically, self._summary, json.dumps(content))
+        write_with_patience(write, self._stop)
 
 
 def summarise(account: dict[str, int]) -> dict[str, int]:

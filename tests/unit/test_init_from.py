@@ -12,13 +12,14 @@ from transformers import Qwen3Config
 
 from common.config.loading import load
 from common.config.shared import TargetTable
+from common.contracts.sequences import SequenceSet
 from common.drafters.dflash.checkpoint import drafter_config, write_drafter
 from common.drafters.dflash.config import DrafterSpec
 from common.errors import ConfigError
 from common.target.loading import describe_target
 from common.target.weights import load_embedding_and_head
 from services.drafter_worker.build import Trainee, build_trainee, make_spec
-from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import WorkerConfig
 from tests.drafters import make_drafter
 from tests.targets import make_tiny_target
@@ -175,8 +176,9 @@ def test_a_resume_does_not_read_the_folder_again(tmp_path: Path, target: Path) -
         zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
     )
     store.save(
-        5, lambda folder: write_drafter(folder, masters, trainee.spec), trainee.optimizer.state(),
-        {"step": 5, "consumed": {"low": 5, "above": []}}, {"template_fingerprint": "t"},
+        lambda folder: write_drafter(folder, masters, trainee.spec), trainee.optimizer.state(),
+        TrainerState(step=5, trained_rows=5, trained_tokens=9, consumed=SequenceSet(low=5)),
+        {"template_fingerprint": "t"},
     )  # fmt: skip
     for path in origin.iterdir():
         path.unlink()

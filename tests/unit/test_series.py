@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from common.contracts.control_messages import EvaluationResult
-from services.drafter_worker.checkpoint import CheckpointStore
+from common.contracts.sequences import SequenceSet
+from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.evaluator.checkpoints import follow_checkpoints
 from services.evaluator.series import SeriesRecord, mark_best
 from tests.heartbeats import evaluation
@@ -83,7 +84,8 @@ def test_earlier_figures_count_where_they_were_measured_alike(tmp_path: Path) ->
 
 
 def write_step(store: CheckpointStore, step: int) -> Path:
-    return store.save(step, lambda path: (path / "config.json").write_text("{}"), {}, {}, {})
+    state = TrainerState(step=step, trained_rows=0, trained_tokens=0, consumed=SequenceSet())
+    return store.save(lambda path: (path / "config.json").write_text("{}"), {}, state, {})
 
 
 def test_best_outlives_retention_until_another_is_better(tmp_path: Path) -> None:

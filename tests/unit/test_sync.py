@@ -12,7 +12,7 @@ from common.contracts.sequences import SequenceSet
 from common.errors import ConfigError, PeerLostError
 from common.quorum import publish_addresses, read_address
 from common.ring.worker_protocol import WorkerProtocol
-from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import OptimizerTable, WorkerConfig
 from services.drafter_worker.meetings import Meeting
 from services.drafter_worker.optim import MasterOptimizer
@@ -269,7 +269,8 @@ def test_a_shared_series_keeps_what_a_live_writer_has_begun(tmp_path: Path) -> N
     dead.mkdir()
     store = CheckpointStore(tmp_path, 2, is_shared=True)
     assert dead.exists(), "who only reads removes nothing"
-    store.save(2, lambda directory: None, {"0.master": torch.ones(2)}, {"step": 2}, {})
+    state = TrainerState(step=2, trained_rows=0, trained_tokens=0, consumed=SequenceSet())
+    store.save(lambda directory: None, {"0.master": torch.ones(2)}, state, {})
     assert alive.exists()
     assert not dead.exists()
     assert store.newest() == tmp_path / "step-000002"

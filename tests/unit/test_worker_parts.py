@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 
 from common.config.loading import load
 from common.contracts.sequences import SequenceSet
-from common.errors import CheckpointError, ConfigError
+from common.errors import ConfigError, DiskFullError
 from common.telemetry.late import LateService
-from services.drafter_worker.checkpoint import CheckpointStore, read_trainer
+from services.drafter_worker.checkpoint import CheckpointStore, TrainerState, read_trainer
 from services.drafter_worker.claim import claim_index
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.schedule import StreamPosition
@@ -63,7 +63,11 @@ def save(store: CheckpointStore, step: int) -> Path:
     def write(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
-    return store.save(step, write, {"0.master": torch.ones(2)}, {"step": step}, {"run": "x"})
+    return store.save(write, {"0.master": torch.ones(2)}, state_at(step), {"run": "x"})
+
+
+def state_at(step: int) -> TrainerState:
+    return TrainerState(step=step, trained_rows=step, trained_tokens=0, consumed=SequenceSet())
 
 
 def test_checkpoints_keep_the_first_and_the_newest_across_restarts(tmp_path: Path) -> None:
@@ -74,7 +78,7 @@ def test_checkpoints_keep_the_first_and_the_newest_across_restarts(tmp_path: Pat
     names = sorted(path.name for path in tmp_path.glob("step-*"))
     assert names == ["step-000000", "step-000007", "step-000008"]
     tensors, state = read_trainer(tmp_path / "step-000008")
-    assert state == {"step": 8}
+    assert state == state_at(8)
     assert torch.equal(tensors["0.master"], torch.ones(2))
 
 
@@ -94,8 +98,8 @@ def test_a_checkpoint_that_fails_leaves_the_older_ones_and_nothing_of_itself(
     def full(_directory: Path) -> None:
         raise error
 
-    with pytest.raises(CheckpointError, match="disk is full"):
-        store.save(2, full, {}, {}, {})
+    with pytest.raises(DiskFullError, match="disk is full"):
+        store.save(full, {}, state_at(2), {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

@@ -1,0 +1,98 @@
+"""A run that is killed at any point and started again ends as one that was not."""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import make_run, segments_of
+from tests.series import (
+    Life,
+    account_of,
+    curve_of,
+    newest_of,
+    read_lines,
+    state_of,
+    weights_of,
+)
+
+pytestmark = pytest.mark.timeout(300)
+KILLS = 3
+NUM_CONVERSATIONS = 150
+SETTINGS = {
+    # Lines of metrics and checkpoints do not fall together.
+    "a step a row": ("training.checkpoint_steps=7", "training.log_steps=3"),
+    "steps across rows": (
+        "training.checkpoint_steps=7", "training.log_steps=3", "training.visits=3",
+        "training.accumulation=2", "optimizer.kind=muon", "drafter.loss=dpace",
+    ),
+    "several rows a step": (
+        "training.checkpoint_steps=5", "training.log_steps=2", "training.accumulation=4",
+    ),
+}  # fmt: skip
+
+
+def run_straight(directory: Path, *settings: str) -> Path:
+    config = make_run(directory, num_conversations=NUM_CONVERSATIONS)
+    with Life(config, *settings) as life:
+        life.wait_for_end()
+    return directory / "run"
+
+
+def assert_equal(straight: Path, killed: Path) -> None:
+    """Weights, moments, figures and the account of rows are the same, bit for bit."""
+    expected, got = newest_of(straight), newest_of(killed)
+    assert got.name == expected.name
+    weights, others = weights_of(expected), weights_of(got)
+    assert weights.keys() == others.keys()
+    unlike = [name for name, tensor in weights.items() if not torch.equal(tensor, others[name])]
+    assert not unlike
+    assert state_of(got) == state_of(expected)
+    curve = curve_of(straight)
+    assert len(curve) > 3
+    assert curve_of(killed) == curve
+
+
+def run_killed(directory: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> Path:
+    """Run, with kills of these services: its own lines go on, some more come, and anywhere then."""
+    chooser = random.Random(str((names, settings)))
+    config = make_run(directory, num_conversations=NUM_CONVERSATIONS)
+    run = directory / "run"
+    with Life(config, *settings) as life:
+        for _ in range(KILLS):
+            life.wait_for_lines(len(read_lines(run)) + chooser.randrange(1, 5))
+            threading.Event().wait(chooser.uniform(0, 0.05))
+            life.kill(*chooser.sample(names, len(names)))
+            life.start(*names)
+        life.wait_for_end()
+    assert not segments_of(directory)
+    return run
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_run_that_is_killed_at_random_points_ends_bit_equal(tmp_path: Path, kind: str) -> None:
+    straight = run_straight(tmp_path / "a", *SETTINGS[kind])
+    killed = run_killed(tmp_path / "b", ("target", "worker"), SETTINGS[kind])
+    assert any(line.get("is_resumed") for line in read_lines(killed))
+    assert_equal(straight, killed)
+
+
+def test_a_target_that_is_killed_at_random_points_changes_no_bit(tmp_path: Path) -> None:
+    settings = SETTINGS["a step a row"]
+    straight = run_straight(tmp_path / "a", *settings)
+    assert_equal(straight, run_killed(tmp_path / "b", ("target",), settings))
+
+
+def test_a_worker_alone_that_is_killed_trains_each_row_once_in_another_order(
+    tmp_path: Path,
+) -> None:
+    """Rows that it lost come behind those that are in the ring by then."""
+    run = run_killed(tmp_path, ("worker",), SETTINGS["a step a row"])
+    account, state = account_of(run), state_of(newest_of(run))
+    total = account["rows_published"]
+    assert account["rows_lost"] == account["rows_open"] == 0
+    assert account["recaptured"] > 0
+    assert state["consumed"] == {"low": total, "above": []}
+    assert state["trained_rows"] == total, "none twice on the lineage of these weights"
