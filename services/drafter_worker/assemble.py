@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -72,18 +72,7 @@ def open_worker(
         torch.set_num_threads(run.num_threads)
     store = open_store(config, place.index)
     trainee = build_trainee(config, store)
-    rings = stack.enter_context(
-        contextlib.closing(
-            WorkerRings(
-                [ring_endpoint(run, config.ring, i) for i in range(config.target.replicas)],
-                worker_id=instance,
-                group=training.group,
-                capacity=config.ring.capacity,
-                consumed=trainee.consumed,
-                gpu=torch.cuda.current_device() if run.device == "cuda" else None,
-            )
-        )
-    )
+    rings = stack.enter_context(contextlib.closing(open_rings(config, instance, trainee)))
     watch = TargetWatch(run.directory, rings, training.target_timeout_seconds)
     enter("waiting")
     schema = wait_for_schema(rings, watch, stop)
@@ -102,7 +91,6 @@ def open_worker(
     )
     explain(run.directory, run.name)
     origin = describe_run(config, trainee, schema)
-    trackers = open_trackers(training.trackers, run.directory, instance, origin)
     parts = Parts(
         trainee=trainee,
         rings=rings,
@@ -110,9 +98,7 @@ def open_worker(
         stepper=stepper,
         store=store,
         meter=meter,
-        metrics=stack.enter_context(
-            MetricsLog(run.directory / "metrics" / f"{instance}.jsonl", trackers)
-        ),
+        metrics=stack.enter_context(open_metrics(config, instance, origin)),
         open_held_out=partial(
             open_held_out, run.directory, schema, stepper.objective, trainee.working_dtype
         ),
@@ -132,6 +118,26 @@ def open_store(config: WorkerConfig, index: int) -> CheckpointStore:
     is_synced = config.groups[group].is_synced
     own = config.run.directory / "checkpoints" / group / str(0 if is_synced else index)
     return CheckpointStore(own, config.training.keep_checkpoints, is_shared=is_synced)
+
+
+def open_rings(config: WorkerConfig, instance: str, trainee: Trainee) -> WorkerRings:
+    """Connect to every target's ring, with the rows that the weights contain."""
+    run = config.run
+    return WorkerRings(
+        [ring_endpoint(run, config.ring, i) for i in range(config.target.replicas)],
+        worker_id=instance,
+        group=config.training.group,
+        capacity=config.ring.capacity,
+        consumed=trainee.consumed,
+        gpu=torch.cuda.current_device() if run.device == "cuda" else None,
+    )
+
+
+def open_metrics(config: WorkerConfig, instance: str, origin: dict[str, Any]) -> MetricsLog:
+    """Open a worker's curves, here and in the trackers that the config names."""
+    directory = config.run.directory
+    trackers = open_trackers(config.training.trackers, directory, instance, origin)
+    return MetricsLog(directory / "metrics" / f"{instance}.jsonl", trackers)
 
 
 def join_group(config: WorkerConfig, index: int, parts: Parts, schema: RowSchema) -> Membership:
