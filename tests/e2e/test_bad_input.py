@@ -25,6 +25,12 @@ WORKER = ("services.drafter_worker",)
         (TARGET, "ring.num_slots=4096", ("too small", "ring.num_slots", "shm_size")),
         (WORKER, "training.group=other", ("other", "[groups]")),
         (WORKER, "drafter.loss=kl", ("'kl'", "target.last_hidden_states_normed = true")),
+        (
+            WORKER,
+            "drafter.init_from={tmp}/nowhere",
+            ("nowhere", "drafter.init_from", "config.json"),
+        ),
+        (WORKER, 'training.trackers=["mlflow"]', ("mlflow", "training.trackers")),
         (WORKER, "target.mask_token_id=9999", ("9999", "target.mask_token_id")),
     ],
 )

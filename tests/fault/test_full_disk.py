@@ -2,12 +2,15 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.quorum import is_installed
+from tests.groups import GroupRun
 from tests.rings import wait_until
 from tests.runs import make_run
 from tests.series import Life, account_of, newest_of, read_lines, state_of, weights_of
@@ -20,15 +23,21 @@ SETTINGS = (
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB where a run has its directory."""
-    directory = tmp_path / "small" / "run"
-    directory.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("only who may mount can make a small file system (issue 7)")
-    yield directory
-    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+def make_small_disk() -> Iterator[Callable[[Path], Path]]:
+    """Make file systems of 8 MiB."""
+    made: list[Path] = []
+
+    def make(directory: Path) -> Path:
+        directory.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("only who may mount can make a small file system (issue 7)")
+        made.append(directory)
+        return directory
+
+    yield make
+    for directory in made:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 def fill(directory: Path) -> Path:
@@ -44,7 +53,10 @@ def fill(directory: Path) -> Path:
     return filler
 
 
-def test_a_run_without_space_waits_and_ends_bit_equal(tmp_path: Path, small_disk: Path) -> None:
+def test_a_run_without_space_waits_and_ends_bit_equal(
+    tmp_path: Path, make_small_disk: Callable[[Path], Path]
+) -> None:
+    small_disk = make_small_disk(tmp_path / "small" / "run")
     straight = make_run(tmp_path / "straight", num_conversations=150).parent / "run"
     with Life(straight.parent / "run.toml", *SETTINGS) as life:
         life.wait_for_end()
@@ -70,3 +82,21 @@ def test_a_run_without_space_waits_and_ends_bit_equal(tmp_path: Path, small_disk
     assert steps == list(range(1, state_of(got)["step"] + 1)), "no line is lost or torn"
     assert account_of(small_disk)["rows_lost"] == 0
     assert json.loads((small_disk / "workers" / "main-0.summary.json").read_text())
+
+
+@pytest.mark.skipif(not is_installed(), reason="torchft (extra sync) is not installed")
+def test_a_group_without_space_for_its_checkpoint_goes_on_when_there_is_some(
+    tmp_path: Path, make_small_disk: Callable[[Path], Path]
+) -> None:
+    disk = make_small_disk(tmp_path / "run" / "checkpoints")
+    with GroupRun(tmp_path, "allreduce") as run:
+        run.start_workers("a", "b", settings=("training.checkpoint_steps=4",))
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        filler = fill(disk)
+        run.wait_until(
+            lambda: "the run waits for space" in run.log("a") + run.log("b"), "the group waits"
+        )
+        threading.Event().wait(3.0)  # longer than a lease
+        filler.unlink()
+        run.wait_for_end("a", "b")
+        run.assert_whole("a", "b")
