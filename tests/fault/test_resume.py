@@ -96,3 +96,25 @@ def test_a_worker_alone_that_is_killed_trains_each_row_once_in_another_order(
     assert account["recaptured"] > 0
     assert state["consumed"] == {"low": total, "above": []}
     assert state["trained_rows"] == total, "none twice on the lineage of these weights"
+
+
+def test_a_resume_leaves_the_checkpoints_that_are_there_alone(tmp_path: Path) -> None:
+    """They are committed: to write one of them again would be to risk its rows."""
+    settings = (*SETTINGS["a step a row"], "training.keep_checkpoints=100")
+    config = make_run(tmp_path, num_conversations=NUM_CONVERSATIONS)
+
+    def inodes() -> dict[str, int]:
+        steps = (tmp_path / "run" / "checkpoints" / "main" / "0").glob("step-*")
+        return {path.name: path.stat().st_ino for path in steps}
+
+    with Life(config, *settings) as life:
+        life.wait_for_lines(6)
+        life.kill("target", "worker")
+        before = inodes()
+        life.start("target", "worker")
+        life.wait_for_end()
+    after = inodes()
+    assert len(before) > 1
+    assert before.items() <= after.items()
+    steps = sorted(int(name.removeprefix("step-")) for name in after)
+    assert all(step % 7 == 0 for step in steps[:-1]), "at its interval, and at the end"

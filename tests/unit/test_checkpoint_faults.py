@@ -1,6 +1,7 @@
 """Checkpoints that are cut off, of another drafter, or without space: named, and nothing is touched."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from common.folders import append_whole
 from services.drafter_worker.build import build_trainee
 from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import WorkerConfig
+from services.target_server.counts import SkipCounts
+from services.target_server.cursors import Cursor, Cursors
 from tests.targets import make_tiny_target
 
 CONSUMED = SequenceSet(low=7, above=(9,))
@@ -223,6 +226,21 @@ def test_other_errors_are_not_waited_for() -> None:
 
     with pytest.raises(PermissionError):
         write_with_patience(write, threading.Event())
+
+
+def test_a_cursor_without_space_is_left_out(tmp_path: Path, caplog: Any) -> None:
+    cursors = Cursors(tmp_path / "target-0", lambda: 0)
+    cursor = Cursor(
+        fingerprint="f", sequence=0, data_epoch=0, positions=(), num_parts=0, open_rows=(),
+        skipped=SkipCounts(), noted=SkipCounts(), num_cut_answers=0,
+    )  # fmt: skip
+    cursors.save(cursor)
+    written_as = tmp_path / "target-0" / f".{5:012}.json.{os.getpid()}"
+    written_as.symlink_to("/dev/full")
+    cursors.save(cursor.model_copy(update={"sequence": 5}))
+    assert "is not saved: the disk is full" in caplog.text
+    assert [path.name for path in (tmp_path / "target-0").iterdir()] == [f"{0:012}.json"]
+    assert cursors.newest(9, "f") == cursor
 
 
 def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:
