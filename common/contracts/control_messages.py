@@ -136,6 +136,8 @@ class WorkerReport(Record):
     learning_rate: float
     gradient_norm: float | None
     starved_seconds: float
+    sync_seconds: float
+    """Spent in meetings with the other members of the group, waiting for them included."""
     step_seconds: float
     """Median of the last steps."""
     last_step_age_seconds: float | None

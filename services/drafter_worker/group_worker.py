@@ -172,12 +172,15 @@ class GroupWorker(DrafterWorker):
     def _meet(self) -> bool:
         """Meet once; return whether it came to its end."""
         patience = self._leave_seconds if self._is_leaving() else None
+        began_at = time.monotonic()
         try:
             self._hold(self._meetings.open(self._lineage.step, patience))
         except PeerLostError as error:
             self._meetings.fail(error)
             self._is_over = self._is_over or self._has_left_in_vain()
             return False
+        finally:
+            self._parts.meter.sync_seconds += time.monotonic() - began_at
         self._idle_since = time.monotonic()
         return True
 

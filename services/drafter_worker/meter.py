@@ -40,6 +40,7 @@ class Meter:
     learning_rate: float = 0.0
     gradient_norm: float | None = None
     starved_seconds: float = 0.0
+    sync_seconds: float = 0.0
     checkpoint: str = ""
     graph_replays: int = 0
     dropped_blocks: int = 0
@@ -109,6 +110,7 @@ class Meter:
             learning_rate=self.learning_rate,
             gradient_norm=self.gradient_norm,
             starved_seconds=self.starved_seconds,
+            sync_seconds=self.sync_seconds,
             step_seconds=statistics.median(recent) if recent else 0.0,
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
             seconds_to_first_step=self.seconds_to_first_step,

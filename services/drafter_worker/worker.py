@@ -216,6 +216,7 @@ class DrafterWorker:
             trained_tokens=progress.trained_tokens,
             tokens_per_second=parts.meter.tokens_per_second,
             starved_seconds=parts.meter.starved_seconds,
+            sync_seconds=parts.meter.sync_seconds,
         )
         _log.info(
             "step %d loss %.4f accepted prefix %.3f lr %.2e",
@@ -297,6 +298,7 @@ class DrafterWorker:
             "train_seconds": meter.train_seconds,
             "tokens_per_second": meter.tokens_per_second,
             "starved_seconds": meter.starved_seconds,
+            "sync_seconds": meter.sync_seconds,
             "seconds_to_first_step": meter.seconds_to_first_step,
             "compile_seconds": meter.compile_seconds,
             "held_out_acceptance_length": (
