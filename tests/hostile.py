@@ -67,6 +67,7 @@ def any_record(kind: type[Record], chance: random.Random, **known: Any) -> Recor
         "num_bytes": chance.choice(_EDGES), "token_hash": chance.choice(_EDGES),
         "settled_below": chance.choice(_EDGES), "last_sequence": chance.choice([None, -1, *_EDGES]),
         "is_settled": chance.random() < 0.5, "is_drained": chance.random() < 0.5,
+        "is_finished": chance.random() < 0.5,
         "kind": chance.choice(get_args(RefusalKind)),
         "reason": chance.choice(["torn", "corrupt", "stopping"]),
         **known,

@@ -281,7 +281,7 @@ class Worker:
             "ring_epoch": EPOCH, "session": self.session, "capacity": 2, "held": (), "pid": 1,
             "worker_id": self.worker_id, "group": self.group, "consumed": SequenceSet(),
             "committed": SequenceSet(), "staged": SequenceSet(), "reason": "corrupt",
-            "shard": ONE_RING,
+            "shard": ONE_RING, "is_finished": False,
             **fields,
         }  # fmt: skip
         if "number" in kind.model_fields and "number" not in defaults:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from common.contracts.record import Record
 from common.errors import MessageError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
 # A record holds its fields and nothing else there: what `model_dump` returns, several times faster.
 _FIELDS = attrgetter("__dict__")

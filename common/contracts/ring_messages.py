@@ -119,6 +119,8 @@ class Bye(Record):
     ring_epoch: U64
     session: U64
     committed: SequenceSet
+    is_finished: bool
+    """The worker has made all its steps: no successor comes for the rows that are left."""
 
 
 class Welcome(Record):

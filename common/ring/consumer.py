@@ -201,7 +201,7 @@ class RingConsumer:
         """How long the owner has said nothing."""
         return time.monotonic() - self._last_heard
 
-    def close(self) -> None:
+    def close(self, *, is_finished: bool = False) -> None:
         """Give back what is held, say goodbye, stop; a second call does nothing."""
         with self._changed:
             if self._is_closed:
@@ -210,7 +210,7 @@ class RingConsumer:
                 lease.is_open = False
                 self._protocol.finish(lease.descriptor, "stopping")
             self._waiting.clear()
-            self._protocol.bye()
+            self._protocol.bye(is_finished=is_finished)
             self._stop.set()
             self._watch.nudge()
             self._is_closed = True

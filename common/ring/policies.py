@@ -1,6 +1,7 @@
 """What becomes of rows that a group does not take: `wait`, `skip` after a time, or `detach`.
 
     attached --no worker for detach_after_seconds, while another group is served--> detached
+    attached --its last worker has made all its steps, while another group is served--> detached
     detached --a worker's Hello--> attached
 
 A detached group takes no rows: those that wait for it are skipped, and every later one as it is
@@ -30,13 +31,20 @@ class GroupPolicies:
         self._ledgers = ledgers
         self._absent_since: dict[str, float] = {}
         self._detached: set[str] = set()
+        self._finished: set[str] = set()
 
     def attend(self, name: str) -> None:
         """A worker of the group is there: rows are for it again."""
         self._absent_since.pop(name, None)
+        self._finished.discard(name)
         if name in self._detached:
             self._detached.remove(name)
             _log.warning("group %r has a worker again and gets the rows from here on", name)
+
+    def leave(self, name: str, is_finished: bool) -> None:
+        """A worker of the group has left; `is_finished`: as its last, and for good."""
+        if is_finished:
+            self._finished.add(name)
 
     def takers(self, sequence: int) -> list[str]:
         """Return the groups that a row is to be published to; skip it for a detached one."""
@@ -64,7 +72,7 @@ class GroupPolicies:
                 self._absent_since.setdefault(name, now)
         served = {name for name in self._groups if name in present or name in drained}
         for name, group in self._groups.items():
-            if self._has_been_away(name, now) and served - {name}:
+            if self._is_to_be_detached(name, now) and served - {name}:
                 self._detach(name, now)
             if name in self._detached:
                 self._skip(name, published_before=now)
@@ -92,14 +100,17 @@ class GroupPolicies:
         )
         return tuple(report for report in reports if report.num_waiting or report.is_detached)
 
-    def _has_been_away(self, name: str, now: float) -> bool:
+    def _is_to_be_detached(self, name: str, now: float) -> bool:
         limit = self._groups[name].detach_after_seconds
         since = self._absent_since.get(name)
         is_over = limit > 0 and since is not None and now - since >= limit
-        return is_over and name not in self._detached
+        return (is_over or name in self._finished) and name not in self._detached
 
     def _detach(self, name: str, now: float) -> None:
         self._detached.add(name)
+        if name in self._finished:
+            _log.info("group %r has made all its steps: rows are skipped for it from here on", name)
+            return
         _log.warning(
             "group %r has had no worker for %.1f s and is detached: rows are skipped for it until "
             "one comes", name, now - self._absent_since[name],

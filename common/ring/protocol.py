@@ -277,6 +277,9 @@ class OwnerProtocol:
                 self._reclaim(delivery, "bye", counts=False)
         self.sessions.end(entry.session)
         ledger.lose(entry.session)
+        self.policies.leave(
+            entry.group, bye.is_finished and not self.sessions.of_group(entry.group)
+        )
         self._grant(now)
 
     # -- mechanics -------------------------------------------------------------------------------
@@ -317,8 +320,7 @@ class OwnerProtocol:
 
     def _expire(self, delivery: Delivery) -> None:
         lease = delivery.lease
-        entry = self.sessions.get(lease.session) if lease else None
-        if lease is not None and entry is not None:
+        if lease is not None and (entry := self.sessions.get(lease.session)) is not None:
             entry.owed.add(lease.ref.lease_id)
         self._reclaim(delivery, "expired", counts=True)
 

@@ -186,7 +186,7 @@ class WorkerProtocol:
             )
         )
 
-    def bye(self, welcome: Welcome | None = None) -> None:
+    def bye(self, welcome: Welcome | None = None, *, is_finished: bool = False) -> None:
         """The session ends on purpose; `welcome` is one whose segment cannot be attached."""
         welcome = welcome or self.welcome
         if welcome is None:
@@ -196,6 +196,7 @@ class WorkerProtocol:
                 ring_epoch=welcome.ring_epoch,
                 session=self.session,
                 committed=self._tell()[1],
+                is_finished=is_finished,
             )
         )
 

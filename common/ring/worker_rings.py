@@ -65,6 +65,7 @@ class WorkerRings:
         self._first: RingConsumer | None = None
         """Who was welcomed first: all must have rows like its rows."""
         self._over: set[RingConsumer] = set()
+        self._is_finished = False
 
     def schema(self, timeout: float) -> RowSchema | None:
         """Wait for a welcome by any target; return the rows' schema, or None after `timeout`."""
@@ -129,10 +130,14 @@ class WorkerRings:
         """Return the rings whose end has not been told."""
         return [ring for ring in self.rings if not self._is_done(ring)]
 
+    def finish(self) -> None:
+        """Have the goodbye say that this worker has made all its steps."""
+        self._is_finished = True
+
     def close(self) -> None:
         """Leave every ring; a second call does nothing."""
         for ring in self.rings:
-            ring.close()
+            ring.close(is_finished=self._is_finished)
 
     def _ring_of(self, sequence: int) -> RingConsumer:
         return self.rings[sequence % len(self.rings)]

@@ -114,8 +114,7 @@ class GroupWorker(DrafterWorker):
         self.phase = "draining"
         if self._is_leader:
             self._measure()
-        self._write_summary()
-        self.phase = "done"
+        self._end()
 
     def _is_leaving(self) -> bool:
         is_leaving = self._stop.is_set() or self._is_finished()

@@ -110,7 +110,13 @@ class DrafterWorker:
         self.phase = "draining"
         self._commit_rest()
         self._measure()
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing is left to do: leave the figures, and tell targets whether more rows are wanted."""
         self._write_summary()
+        if self._is_finished():
+            self._parts.rings.finish()
         self.phase = "done"
 
     def describe(self) -> ServiceState:
@@ -301,6 +307,7 @@ class DrafterWorker:
             "sync_seconds": meter.sync_seconds,
             "seconds_to_first_step": meter.seconds_to_first_step,
             "compile_seconds": meter.compile_seconds,
+            "loss": meter.figures.loss if meter.figures else None,
             "held_out_acceptance_length": (
                 meter.held_out[0].acceptance_length if meter.held_out else None
             ),

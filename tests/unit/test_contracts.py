@@ -63,7 +63,7 @@ MESSAGES = {
     Credit: {"ring_epoch": U64, "session": U64, "number": NUMBER, "capacity": NUMBER},
     Release: ONE_LEASE,
     Nack: {**ONE_LEASE, "reason": st.sampled_from(["torn", "corrupt", "stopping"])},
-    Bye: {"ring_epoch": U64, "session": U64, "committed": SETS},
+    Bye: {"ring_epoch": U64, "session": U64, "committed": SETS, "is_finished": st.booleans()},
     Welcome: {"ring_epoch": U64, "session": U64, "segment": SEGMENTS,
               "row_schema": st.just(make_schema()), "total_rows": st.none() | NUMBER,
               "heartbeat_seconds": st.floats(0.01, 9.0), "lease_seconds": st.floats(0.01, 9.0)},
@@ -221,7 +221,7 @@ def test_a_message_is_taken_or_refused_as_pydantic_s_strict_validation_does(
         assert ANY_DECODER.decode(raw) == expected
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, 2.0, True])
+@pytest.mark.parametrize("version", [0, 1, 2, PROTOCOL_VERSION + 1, "3", None, 3.0, True])
 def test_another_version_is_refused_before_its_fields_are_read(version: Any) -> None:
     assert refusal(msgpack.packb((version, "Hello", {}))) == "wrong_version"
 

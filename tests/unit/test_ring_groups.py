@@ -172,3 +172,47 @@ def test_a_worker_that_counts_rings_otherwise_is_refused_before_its_sets_are_bel
     assert "0 of 1" in refused.reason
     assert "0 of 2" in refused.reason
     assert bench.owner.wants(0)
+
+
+def test_a_group_that_has_made_all_its_steps_holds_nobody_up() -> None:
+    bench = Bench(num_slots=2, groups=make_groups("main", "short"))
+    main, short = bench.worker(), bench.worker("s", group="short")
+    bench.publish(0, 1)
+    for lease in main.leases():
+        main.release(lease)
+    short.release(short.leases()[0])
+    short.bye(is_finished=True, committed=sequences(low=1))
+    assert bench.owner.book.slot_counts()["free"] == 1
+    stay(bench, main, 0.2)
+    assert bench.owner.book.slot_counts()["free"] == 2
+    bench.publish(2)
+    assert (bench.accounts("short")["published"], bench.accounts("short")["skipped"]) == (3, 2)
+    assert bench.accounts("main")["skipped"] == 0
+    bench.worker("s2", group="short")
+    bench.publish(3)
+    assert bench.accounts("short")["skipped"] == 2, "a worker that comes gets rows again"
+
+
+@pytest.mark.parametrize("other_finishes_last", [False, True])
+def test_a_group_is_at_its_end_with_its_last_worker_alone(other_finishes_last: bool) -> None:
+    bench = Bench(num_slots=1, groups=make_groups("main", "short"))
+    main = bench.worker()
+    first, second = bench.worker("a", group="short"), bench.worker("b", group="short")
+    bench.publish(0)
+    for lease in main.leases():
+        main.release(lease)
+    first.bye(is_finished=True)
+    second.bye(is_finished=other_finishes_last)
+    stay(bench, main, 0.2)
+    assert (bench.accounts("short")["skipped"] == 1) == other_finishes_last
+
+
+def test_rows_are_not_spent_where_every_group_has_made_its_steps() -> None:
+    bench = Bench(num_slots=1, groups=make_groups("main", "short"))
+    workers = bench.worker(), bench.worker("s", group="short")
+    bench.publish(0)
+    for worker in workers:
+        worker.bye(is_finished=True)
+    bench.wait(1.0)
+    assert bench.accounts("main")["skipped"] == bench.accounts("short")["skipped"] == 0
+    assert bench.owner.book.loan() is None

@@ -298,6 +298,7 @@ def any_message(chance: random.Random) -> tuple[bytes, Record]:
         "committed": known[1], "staged": known[2], "group": chance.choice(["main", "main", "other"]),
         "worker_id": chance.choice(["one", "two"]),
         "shard": chance.choice([ONE_RING, ONE_RING, Shard(index=1, count=2)]),
+        "is_finished": chance.choice([False, True]),
     }  # fmt: skip
     kind = chance.choice([Hello, Heartbeat, Heartbeat, Release, Release, Nack, Bye])
     return b"%d" % chance.choice([session, 1]), kind(**{n: values[n] for n in kind.model_fields})
