@@ -2,7 +2,8 @@
 
 Order: defaults < files, left to right < environment < `--set`. A key that nobody knows is an
 error that names the nearest known one. A service reads the tables it declares and leaves the
-tables of the others alone; a table that no service knows is refused.
+tables of the others alone; a table that no service knows is refused. Over a run's tables lie those
+that the group in `training.group` has of its own.
 """
 
 import difflib
@@ -11,16 +12,18 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common.config.own_tables import Origins, lay_over
 from common.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RINGDRAFT_"
 TABLES = (
     "run", "target", "data", "ring", "groups", "held_out", "drafter", "optimizer", "training",
     "control_plane", "evaluation", "generation", "regeneration", "inspection", "export", "launcher",
+    "sweep",
 )  # fmt: skip
 
 
@@ -52,8 +55,8 @@ def load(
         key, separator, text = setting.partition("=")
         if not separator:
             raise ConfigError(f"--set {setting!r}: got no '=', expected table.key=value")
-        _assign(values, key.strip().split("."), text.strip(), f"--set {key}")
-    return _validate(model, values)
+        _assign(values, _split(key.strip()), text.strip(), f"--set {key}")
+    return _validate(model, values, lay_over(values))
 
 
 def describe(config: BaseModel) -> str:
@@ -78,6 +81,19 @@ def _merge(values: dict[str, Any], other: dict[str, Any]) -> None:
             values[key] = value
 
 
+def _split(key: str) -> list[str]:
+    """Return the parts of a dotted key as TOML reads it: a quoted part may have dots."""
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--set {key!r} is not a key of TOML: {error}") from error
+    parts = []
+    while isinstance(table, dict):
+        ((part, table),) = table.items()
+        parts.append(part)
+    return parts
+
+
 def _assign(values: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
     if len(keys) < 2:
         raise ConfigError(f"{origin}: got {'.'.join(keys)!r}, expected table.key")
@@ -97,7 +113,7 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _validate(model: type[TableT], values: dict[str, Any]) -> TableT:
+def _validate(model: type[TableT], values: dict[str, Any], origins: Origins) -> TableT:
     for table in values:
         if table not in TABLES:
             raise ConfigError(f"unknown table [{table}]; {_nearest(table, TABLES)}")
@@ -105,14 +121,14 @@ def _validate(model: type[TableT], values: dict[str, Any]) -> TableT:
     try:
         return model.model_validate(known)
     except ValidationError as error:
-        raise ConfigError(_explain(model, error)) from error
+        raise ConfigError(_explain(model, error, origins)) from error
 
 
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
+def _explain(model: type[BaseModel], error: ValidationError, origins: Origins) -> str:
     lines = []
     for problem in error.errors():
         location = [str(part) for part in problem["loc"]]
-        key = ".".join(location)
+        key = origins.name(location)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}; {_nearest(location[-1], _keys(model, location))}")
         elif problem["type"] == "missing" and len(location) == 1:
@@ -130,10 +146,14 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
 
 
 def _keys(model: type[BaseModel], location: list[str]) -> list[str]:
+    """Return the keys that a table knows, also where it is one of several under names or numbers."""
     table: Any = model
     for name in location[:-1]:
-        field = getattr(table, "model_fields", {}).get(name)
-        table = field.annotation if field is not None else None
+        if fields := getattr(table, "model_fields", None):
+            table = fields[name].annotation if name in fields else None
+        else:
+            tables = [kind for kind in get_args(table) if hasattr(kind, "model_fields")]
+            table = tables[-1] if tables else None
     return list(getattr(table, "model_fields", {}))
 
 

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from common.config.addresses import IPC, is_loopback, split_address
 from common.config.loading import Table
+from common.config.own_tables import OWN_TABLES
 from common.contracts.ring_messages import Seconds
 
 # A UNIX socket's path has at most 107 bytes; the longest name in a run directory is this long.
@@ -175,6 +176,15 @@ class RingTable(Table):
 class GroupTable(Table):
     """[groups.<name>]: one drafter under training."""
 
+    workers: int = Field(default=0, ge=0, le=64)
+    """Workers that `ringdraft up` starts for it; 0: launcher.workers."""
+    drafter: dict[str, Any] = {}
+    """Keys of [drafter] that the group has otherwise than the run."""
+    optimizer: dict[str, Any] = {}
+    """The same of [optimizer]."""
+    training: dict[str, Any] = {}
+    """The same of [training]."""
+
     policy: Literal["wait", "skip"] = "wait"
     """What happens to a row that the group does not take in time."""
     group_timeout_seconds: float = Field(default=60.0, gt=0)
@@ -195,6 +205,24 @@ class GroupTable(Table):
     """How long the others wait at a meeting for a worker that lives and does not come."""
     sync_transfer_seconds: float = Field(default=15.0, gt=0)
     """How long one exchange may take before the members are counted again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_the_rows_of_all(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (shared := {"target", "data", "ring"} & set(values)):
+            raise ValueError(
+                f"got {sorted(shared)} of its own: every group reads the same rows of one target, "
+                f"with the same target_layer_ids; a group may have tables {list(OWN_TABLES)}, "
+                f"another target needs another run"
+            )
+        return values
+
+    @field_validator("training")
+    @classmethod
+    def _does_not_name_itself(cls, training: dict[str, Any]) -> dict[str, Any]:
+        if "group" in training:
+            raise ValueError("got 'group', which a worker is told: the table's own name is it")
+        return training
 
     @model_validator(mode="after")
     def _times_of_sync_agree(self) -> "GroupTable":

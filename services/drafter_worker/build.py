@@ -169,8 +169,8 @@ def check_schema(schema: RowSchema, config: WorkerConfig, trainee: Trainee) -> N
         got = getattr(schema, name)
         if got != value:
             raise ConfigError(
-                f"rows of the target server: {name} got {got!r}, expected {value!r}; give target "
-                f"server and worker the same [target]"
+                f"group {config.training.group!r}, rows of the target server: {name} got {got!r}, "
+                f"expected {value!r}; give target server and worker the same [target]"
             )
     _check_template(schema.template_fingerprint, config, trainee)
 

@@ -12,7 +12,7 @@ class LauncherTable(Table):
     """[launcher]: how `ringdraft up` runs the services."""
 
     workers: int = Field(default=1, ge=1, le=64)
-    """Drafter workers of each group."""
+    """Drafter workers of each group that has no number of its own."""
     restart: Literal["never", "on-failure"] = "never"
     """Whether a service that failed is started again; "never" stops the run."""
     max_restarts: int = Field(default=3, ge=1)

@@ -109,16 +109,20 @@ def service_specs(launch: Launch) -> list[ServiceSpec]:
     # Each claims a ring when it starts: the names are the logs', in the order of the starts.
     for number in range(launch.config.target.replicas):
         specs.append(_spec(launch, f"target-{number}", "target_server"))
-    groups = sorted(launch.config.groups)
-    for group in groups:
-        for number in range(launch.config.launcher.workers):
-            # With one group its name stays the config's own business.
-            settings = (f"training.group={json.dumps(group)}",) if len(groups) > 1 else ()
-            name = f"worker-{group}-{number}" if len(groups) > 1 else f"worker-{number}"
-            specs.append(_spec(launch, name, "drafter_worker", settings))
+    specs += [spec for group in sorted(launch.config.groups) for spec in _workers(launch, group)]
     if launch.config.launcher.follow:
         specs.append(follower_spec(launch))
     return specs
+
+
+def _workers(launch: Launch, group: str) -> list[ServiceSpec]:
+    groups = launch.config.groups
+    settings = (f"training.group={json.dumps(group)}",) if list(groups) != ["main"] else ()
+    stem = f"worker-{group}" if len(groups) > 1 else "worker"
+    return [
+        _spec(launch, f"{stem}-{number}", "drafter_worker", settings)
+        for number in range(groups[group].workers or launch.config.launcher.workers)
+    ]
 
 
 def follower_spec(launch: Launch) -> ServiceSpec:
