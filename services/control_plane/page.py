@@ -95,10 +95,11 @@ function draw(status) {
     status.bottleneck.reason + (status.is_ready ? "" : " | not ready: " + status.not_ready_reason);
   at("tables").replaceChildren(
     table("Groups", ["group", "workers", "step", "loss", "accepted prefix", "acceptance length",
-                     "last checkpoint"],
+                     "best", "held out", "at step", "rows skipped", "last checkpoint"],
       status.groups.map(g => [g.group, g.num_live_workers, number(g.step), number(g.loss, 4),
         number(g.accepted_prefix_length, 3), number(g.acceptance_length, 3),
-        g.last_checkpoint || "-"])),
+        number(g.best_acceptance_length, 3), number(g.held_out_acceptance_length, 3),
+        number(g.held_out_step), number((g.account || {}).skipped), g.last_checkpoint || "-"])),
     table("Workers", ["worker", "group", "phase", "step", "tokens/s", "loss", "held out", "starved",
                       "step s", "first step s", "recompiles", "memory MiB", "last step s ago", "detail"],
       status.workers.map(w => { const r = w.report || {}; return [w.instance,

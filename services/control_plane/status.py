@@ -133,7 +133,11 @@ class GroupStatus(Model):
     loss: float | None
     accepted_prefix_length: float | None
     acceptance_length: float | None
-    """Of its last evaluated checkpoint."""
+    """Of its last evaluated checkpoint, by decoding."""
+    held_out_acceptance_length: float | None
+    """Of its workers' last measures, by replay walk."""
+    held_out_step: int | None
+    """Step of the earliest of these."""
     best_acceptance_length: float | None
     """Of all its evaluated checkpoints."""
     last_checkpoint: str

@@ -218,6 +218,7 @@ def _group(
     # What a silent worker said last is no figure of this moment; after the end it is all there is.
     current = live or reports
     furthest = max(reports, key=lambda report: report.step, default=None)
+    walked = [report for report in current if report.held_out]
     measured = [result for result in evaluations if result.group == name and result.is_headline]
     return GroupStatus(
         group=name,
@@ -229,6 +230,8 @@ def _group(
         loss=_mean(report.loss for report in current),
         accepted_prefix_length=_mean(report.accepted_prefix_length for report in current),
         acceptance_length=measured[-1].acceptance_length if measured else None,
+        held_out_acceptance_length=_mean(r.held_out[0].acceptance_length for r in walked),
+        held_out_step=min((r.held_out_step for r in walked), default=None),
         best_acceptance_length=max((m.acceptance_length for m in measured), default=None),
         last_checkpoint=furthest.checkpoint if furthest else "",
         account=_sum_accounts([a for ring in rings for a in ring.groups if a.group == name]),

@@ -101,12 +101,16 @@ def _services(status: dict[str, Any]) -> Table:
 
 
 def _groups(status: dict[str, Any]) -> Table:
-    table = _table("groups", "group", "workers", "step", "rows", "accepted prefix",
-                   "acceptance length", "last checkpoint")  # fmt: skip
+    table = _table("groups", "group", "workers", "step", "rows", "skipped", "loss", "accepted prefix",
+                   "acceptance length", "best", "held out", "last checkpoint")  # fmt: skip
     for group in status["groups"]:
         table.add_row(group["group"], str(group["num_live_workers"]), str(group["step"]),
-                      str(group["trained_rows"]), _number(group["accepted_prefix_length"], 3),
-                      _number(group["acceptance_length"], 3), group["last_checkpoint"])  # fmt: skip
+                      str(group["trained_rows"]), _number((group["account"] or {}).get("skipped"), 0),
+                      _number(group["loss"], 4), _number(group["accepted_prefix_length"], 3),
+                      _number(group["acceptance_length"], 3),
+                      _number(group["best_acceptance_length"], 3),
+                      _number(group["held_out_acceptance_length"], 3),
+                      group["last_checkpoint"])  # fmt: skip
     return table
 
 

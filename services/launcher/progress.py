@@ -18,6 +18,7 @@ from services.launcher.rundir import control_url
 _FETCH_SECONDS = 0.5
 _TIMEOUT_SECONDS = 2.0
 _LINE_SECONDS = 5.0
+_ENDS = ("consumed", "skipped", "poison")
 
 
 class StatusFeed:
@@ -115,15 +116,20 @@ def fetch_status(directory: Path) -> dict[str, Any] | None:
     return status if isinstance(status, dict) and status.get("schema_version") == 1 else None
 
 
+def _range(values: list[float]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:.3f}" if least == most else f"{least:.3f} to {most:.3f}"
+
+
 def rows_trained(status: dict[str, Any]) -> int:
-    """Return the distinct rows that the group which is behind has trained on."""
+    """Return the distinct rows that the group which is behind is through with."""
     return min(map(_distinct_rows, status["groups"]), default=0)
 
 
 def _distinct_rows(group: dict[str, Any]) -> int:
     """The ring's owner counts each row once; workers count what they did."""
     account = group["account"]
-    return account["consumed"] if account else group["trained_rows"]
+    return sum(account[end] for end in _ENDS) if account else group["trained_rows"]
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -133,7 +139,7 @@ def describe(status: dict[str, Any]) -> str:
     parts = [
         f"target {status['target']['tokens_per_second']:.0f} tok/s",
         f"drafter {sum(group['tokens_per_second'] for group in groups):.0f} tok/s",
-        *(f"loss {loss:.3f}" for loss in losses),
+        *([f"loss {_range(losses)}"] if losses else []),
     ]
     if status["bottleneck"]["name"] != "unknown":
         parts.append(f"bottleneck {status['bottleneck']['name']}")

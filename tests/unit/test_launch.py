@@ -174,6 +174,7 @@ def test_rows_are_summed_over_targets_and_the_group_that_is_behind_counts(tmp_pa
     assert (line["rows_published"], line["rows_trained"]) == (17, 15)
     assert (line["rows_lost"], line["rows_open"]) == (1, 2)
     assert (line["rows_poison"], line["rows_skipped"]) == (2, 3)
+    assert [line["groups"][name]["rows_published"] for name in "ab"] == [17, 18]
 
 
 def test_rows_are_null_where_a_target_has_left_no_account(tmp_path: Path) -> None:
@@ -193,7 +194,8 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     (tmp_path / "workers").mkdir()
     for number, seconds in enumerate((2.0, 4.0)):
         worker = {"trained_tokens": 9999, "tokens_per_second": 1000 / seconds, "step": 1,
-                  "group": "main", "index": number, "held_out_acceptance_length": 2 + number}  # fmt: skip
+                  "group": "main", "index": number, "held_out_acceptance_length": 2 + number,
+                  "loss": 1.5 + number}  # fmt: skip
         (tmp_path / "workers" / f"worker-{number}.summary.json").write_text(json.dumps(worker))
     line = summarize(config_of(tmp_path), Outcome("finished"), 12.3456)
     assert line | rows == line
@@ -202,6 +204,7 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     assert line["wall_seconds"] == 12.346
     assert [drafter["acceptance_length_after"] for drafter in line["drafters"]] == [2.5, 2.25]
     assert [drafter["acceptance_length_held_out"] for drafter in line["drafters"]] == [2, 3]
+    assert [drafter["loss"] for drafter in line["drafters"]] == [1.5, 2.5]
     assert line["acceptance_length_held_out"] == 2
 
 
@@ -250,12 +253,16 @@ def test_progress_follows_the_group_that_is_behind() -> None:
         "run": {"state": "running"}, "is_ready": True, "bottleneck": {"name": "target"},
         "target": {"tokens_per_second": 50.0, "total_rows": 9},
         "groups": [
-            group | {"trained_rows": 9, "account": {"consumed": 5}},
+            group | {"trained_rows": 9, "account": {"consumed": 1, "skipped": 3, "poison": 0}},
+            group | {"trained_rows": 9, "account": {"consumed": 5, "skipped": 0, "poison": 0}, "loss": 2.5},
             group | {"trained_rows": 3, "account": None, "loss": None},
         ],
     }  # fmt: skip
     assert rows_trained(status) == 3
-    assert describe(status) == "target 50 tok/s, drafter 200 tok/s, loss 2.000, bottleneck target"
+    assert (
+        describe(status)
+        == "target 50 tok/s, drafter 300 tok/s, loss 2.000 to 2.500, bottleneck target"
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

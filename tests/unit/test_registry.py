@@ -355,3 +355,24 @@ def test_the_state_of_a_run_sums_up_its_workers(registry, phases, state) -> None
             beat("drafter_worker", session, instance=f"w{session}", phase=phase)
         )
     assert status_of(registry).run.state == state
+
+
+def test_groups_are_compared_by_both_figures_of_acceptance(registry: Registry) -> None:
+    figures = worker_report().held_out
+    for number, (group, length) in enumerate([("a", 1.5), ("a", 2.5), ("b", 3.0), ("c", 0.0)]):
+        walked = figures[0].model_copy(update={"acceptance_length": length})
+        report = worker_report(
+            group=group, index=number, held_out_step=4 + number, held_out=(walked,) * (length > 0)
+        )
+        beats = beat("drafter_worker", number + 1, instance=f"{group}-{number}", report=report)
+        registry.take_heartbeat(beats)
+    results = tuple(
+        evaluation(checkpoint=f"r/checkpoints/{group}/0/step-000005", acceptance_length=length)
+        for group, length in (("a", 1.875), ("b", 2.75))
+    )
+    registry.add_evaluations(results)
+    found = [
+        (g.group, g.acceptance_length, g.held_out_acceptance_length, g.held_out_step)
+        for g in status_of(registry).groups
+    ]
+    assert found == [("a", 1.875, 2.0, 4), ("b", 2.75, 3.0, 6), ("c", None, None, None)]
