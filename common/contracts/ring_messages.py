@@ -120,7 +120,8 @@ class Bye(Record):
     session: U64
     committed: SequenceSet
     is_finished: bool
-    """The worker has made all its steps: no successor comes for the rows that are left."""
+    """The worker trains no more, at its last step or with weights that are none: no successor comes
+    for the rows that are left."""
 
 
 class Welcome(Record):

@@ -1,7 +1,7 @@
 """What becomes of rows that a group does not take: `wait`, `skip` after a time, or `detach`.
 
     attached --no worker for detach_after_seconds, while another group is served--> detached
-    attached --its last worker has made all its steps, while another group is served--> detached
+    attached --its last worker trains no more, as its Bye says, while another group is served--> detached
     detached --a worker's Hello--> attached
 
 A detached group takes no rows: those that wait for it are skipped, and every later one as it is
@@ -109,7 +109,7 @@ class GroupPolicies:
     def _detach(self, name: str, now: float) -> None:
         self._detached.add(name)
         if name in self._finished:
-            _log.info("group %r has made all its steps: rows are skipped for it from here on", name)
+            _log.info("group %r trains no more: rows are skipped for it until a worker comes", name)
             return
         _log.warning(
             "group %r has had no worker for %.1f s and is detached: rows are skipped for it until "

@@ -131,7 +131,7 @@ class WorkerRings:
         return [ring for ring in self.rings if not self._is_done(ring)]
 
     def finish(self) -> None:
-        """Have the goodbye say that this worker has made all its steps."""
+        """Have the goodbye say that nobody is to wait for this worker's successor."""
         self._is_finished = True
 
     def close(self) -> None:

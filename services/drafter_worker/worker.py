@@ -210,6 +210,7 @@ class DrafterWorker:
         parts.meter.figures, parts.meter.gradient_norm = figures, norm
         parts.meter.dropped_blocks += figures.num_dropped_blocks
         if norm != norm or abs(norm) == float("inf"):
+            parts.rings.finish()  # the same config fails again: no other group is to wait for it
             raise NonFiniteTensorError(
                 f"step {progress.step}: the gradient norm is {norm}, the update was skipped; "
                 f"lower optimizer.learning_rate, or look at the target's features"

@@ -63,6 +63,25 @@ def up(
 
 
 @app.command()
+def sweep(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="TOML file with [sweep.grid]; read last.")
+    ],
+    config: Files = None,
+    settings: Settings = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a grid of drafters on one stream of rows, as `up` trains one, and compare them.
+
+    Prints a table at the end, and one JSON line on stdout.
+    """
+    from services.launcher.sweep import sweep as run_sweep
+
+    files = [*(config or []), file]
+    _finish(partial(run_sweep, files, settings or [], is_dry=dry_run))
+
+
+@app.command()
 def stop(
     run: RunDirectory = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the end.")] = 180.0,

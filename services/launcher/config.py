@@ -1,6 +1,6 @@
 """Tables that the launcher reads."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ class LauncherTable(Table):
     """Whether a service that failed is started again; "never" stops the run."""
     max_restarts: int = Field(default=3, ge=1)
     """Restarts of one service before its failure stops the run."""
+    on_worker_failure: Literal["stop", "go_on"] = "stop"
+    """What a worker's failure, after its restarts, means while others train: the run's end, or theirs
+    is waited for. Config that a worker refuses ends the run either way."""
     restart_delay_seconds: float = Field(default=1.0, ge=0)
     """Pause before a restart; doubles with each of a service."""
     evaluate: bool = True
@@ -32,6 +35,17 @@ class LauncherTable(Table):
     """Whether OpenMP threads sleep while they wait; for services that share their cores."""
 
 
+class SweepTable(Table):
+    """[sweep]: a group for each combination of values, all of them on one stream."""
+
+    grid: dict[str, Any] = Field(min_length=1)
+    """Lists of values by key of [drafter], [optimizer] or [training]."""
+    group: GroupTable = GroupTable()
+    """[sweep.group]: what every group has, such as policy and workers."""
+    max_groups: int = Field(default=16, ge=1, le=256)
+    """Most groups that the machine holds at once: each is a process with a drafter of its own."""
+
+
 class LauncherConfig(Table):
     """What the launcher is told; each service validates its own tables."""
 
@@ -40,3 +54,9 @@ class LauncherConfig(Table):
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()
     launcher: LauncherTable = LauncherTable()
+
+
+class SweepConfig(LauncherConfig):
+    """What `ringdraft sweep` is told."""
+
+    sweep: SweepTable

@@ -44,6 +44,7 @@ def summarize(config: LauncherConfig, outcome: Outcome, wall_seconds: float) -> 
     return {
         "outcome": outcome.kind,
         "failed_service": outcome.failed.spec.name if outcome.failed else None,
+        "failed_workers": list(outcome.lost),
         "run": config.run.name,
         "run_directory": str(directory),
         "wall_seconds": round(wall_seconds, 3),

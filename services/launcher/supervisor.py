@@ -42,6 +42,8 @@ class Outcome:
 
     kind: Literal["finished", "stopped", "failed"]
     failed: ServiceProcess | None = None
+    lost: tuple[str, ...] = ()
+    """Workers that failed while the run went on."""
 
 
 class Supervisor:
@@ -66,6 +68,8 @@ class Supervisor:
         self._exits: queue.Queue[ServiceProcess] = queue.Queue()
         self._processes: list[ServiceProcess] = []
         self._target_deadline: float | None = None
+        self.lost: list[ServiceProcess] = []
+        """Workers that failed while the run went on."""
 
     def run(self, specs: Sequence[ServiceSpec]) -> Outcome:
         """Start the services and watch them until the run has an outcome."""
@@ -132,9 +136,16 @@ class Supervisor:
         if not _has_failed(process):
             self._say(f"{process.spec.name} has ended")
             return None
-        if not self._may_restart(process):
+        if self._may_restart(process):
+            self._restart(process)
+        elif self._may_go_on_without(process):
+            self.lost.append(process)
+            self._say(
+                f"{process.spec.name} {process.describe_end()}; the others go on, see "
+                f"{process.log_path}"
+            )
+        else:
             return process
-        self._restart(process)
         return None
 
     def _may_restart(self, process: ServiceProcess) -> bool:
@@ -142,6 +153,14 @@ class Supervisor:
             self._table.restart == "on-failure"
             and process.exit_code != EXIT_CONFIG  # the same config fails again
             and process.num_restarts < self._table.max_restarts
+        )
+
+    def _may_go_on_without(self, process: ServiceProcess) -> bool:
+        return (
+            self._table.on_worker_failure == "go_on"
+            and process.spec.role == "drafter_worker"
+            and process.exit_code != EXIT_CONFIG
+            and any(not worker.exit_code for worker in self._of("drafter_worker"))
         )
 
     def _restart(self, process: ServiceProcess) -> None:

@@ -1,4 +1,4 @@
-"""`ringdraft up`: one run from its config to one JSON line.
+"""`ringdraft up`: one run from its config to one JSON line; `sweep` adds to its config and line.
 
     config --> dry run of every service --> control plane, targets, workers --> evaluator --> line
 
@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,18 @@ class Launch:
         return self.config.run.directory
 
 
-def up(files: list[Path], settings: list[str], stop: threading.Event) -> int:
-    """Run everything that the config names and return the exit code."""
+def up(
+    files: list[Path],
+    settings: list[str],
+    stop: threading.Event,
+    *,
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> int:
+    """Run everything that the config names and return the exit code.
+
+    Args:
+        complete: makes the line that is printed of the run's summary.
+    """
     started_at = time.monotonic()
     launch = prepare(files, settings)
     resolved = _check(launch)
@@ -68,7 +78,7 @@ def up(files: list[Path], settings: list[str], stop: threading.Event) -> int:
         for name in (RECORD_NAME, f"{STOP_NAME}.{os.getpid()}"):
             (directory / name).unlink(missing_ok=True)
         wall_seconds = time.monotonic() - started_at
-        line = summarize(launch.config, outcome, wall_seconds)
+        line = complete(summarize(launch.config, outcome, wall_seconds))
         print(json.dumps(line), flush=True)  # noqa: T201
     return _exit_code(outcome)
 
@@ -181,7 +191,8 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
                 _show_failure(outcome, view)
             elif outcome.kind == "stopped":
                 view.say("stopping: workers, then target, then control plane")
-    return outcome
+            lost = tuple(process.spec.name for process in supervisor.lost)
+    return replace(outcome, lost=lost)
 
 
 def _evaluate(launch: Launch, supervisor: Supervisor, view: ProgressView) -> Outcome:

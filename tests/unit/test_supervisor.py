@@ -330,3 +330,32 @@ def test_services_stop_when_the_launcher_is_killed(tmp_path) -> None:
         assert select.select([descriptor], [], [], WATCHDOG_SECONDS)[0], "a service outlived it"
         os.close(descriptor)
     assert (tmp_path / "logs" / "target_server.log").read_text() == "serving\nstopped\n"
+
+
+def test_workers_go_on_without_one_that_failed_where_that_is_asked_for(
+    tmp_path, stop, said
+) -> None:
+    workers = [spec("drafter_worker", script, name) for script, name in ((FAIL, "a"), (END, "b"))]
+    supervisor = supervise(tmp_path, stop, said, on_worker_failure="go_on")
+    assert run_to_end(supervisor, *workers) == Outcome("finished")
+    assert [process.spec.name for process in supervisor.lost] == ["a"]
+    assert any("a ended with exit code 3; the others go on" in line for line in said)
+    outcome = run_to_end(supervise(tmp_path, stop, said), *workers)
+    assert outcome.failed is not None
+    assert outcome.failed.spec.name == "a"
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [("drafter_worker", FAIL, "a"), ("drafter_worker", FAIL, "b")],
+        [("drafter_worker", REFUSE, "a"), ("drafter_worker", SERVE, "b")],
+        [("target_server", FAIL, "t"), ("drafter_worker", SERVE, "b")],
+    ],
+)
+def test_a_run_does_not_go_on_without_any_worker_its_target_or_a_good_config(
+    tmp_path, stop, said, specs: list
+) -> None:
+    supervisor = supervise(tmp_path, stop, said, on_worker_failure="go_on")
+    outcome = run_to_end(supervisor, *(spec(role, script, name) for role, script, name in specs))
+    assert outcome.kind == "failed"
