@@ -65,7 +65,7 @@ def up(
 @app.command()
 def sweep(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="TOML file with [sweep.grid]; read last.")
+        Path, typer.Argument(metavar="FILE", help="TOML file with a table sweep.grid; read last.")
     ],
     config: Files = None,
     settings: Settings = None,
