@@ -278,8 +278,10 @@ def _alarm(result: EvaluationStatus) -> AlarmStatus:
 
 def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> BottleneckStatus:
     blocked = [v.wait_share for v in targets if _is_live(v) and v.wait_share is not None]
-    starved = [v.wait_share for v in workers if _is_live(v) and v.wait_share is not None]
+    slowest, starved = _least_starved(workers)
     name, reason = find_bottleneck(blocked, starved)
+    if name == "drafter" and slowest:
+        reason += f"; the others wait for group {slowest!r}"
     absent = [text for view in targets if _is_live(view) for text in _absences(view)]
     if absent:
         name = "drafter"
@@ -287,6 +289,22 @@ def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> Bot
     return BottleneckStatus(
         name=name, reason=reason, blocked_share=_mean(blocked), starved_share=_mean(starved)
     )
+
+
+def _least_starved(workers: list[InstanceView]) -> tuple[str, list[float]]:
+    """Return the wait shares of the group that waits least, with its name if it is one of several.
+
+    A ring waits for the slowest group: that others starve meanwhile says nothing of the target.
+    """
+    shares: dict[str, list[float]] = {}
+    for view in workers:
+        report = _worker_report(view)
+        if report is not None and _is_live(view) and view.wait_share is not None:
+            shares.setdefault(report.group, []).append(view.wait_share)
+    if not shares:
+        return "", []
+    slowest = min(shares, key=lambda group: sum(shares[group]) / len(shares[group]))
+    return slowest if len(shares) > 1 else "", shares[slowest]
 
 
 def _absences(view: InstanceView) -> list[str]:

@@ -376,3 +376,31 @@ def test_groups_are_compared_by_both_figures_of_acceptance(registry: Registry) -
         for g in status_of(registry).groups
     ]
     assert found == [("a", 1.875, 2.0, 4), ("b", 2.75, 3.0, 6), ("c", None, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "name", "named"),
+    [
+        ({"fast": 0.9, "slow": 0.0}, "drafter", "the others wait for group 'slow'"),
+        ({"fast": 0.9, "slow": 0.85}, "transport", "both wait"),
+        ({"only": 0.0}, "drafter", "than they are trained"),
+    ],
+)
+def test_of_several_groups_the_slowest_is_the_bottleneck(
+    registry: Registry, clock: Clock, shares: dict[str, float], name: str, named: str
+) -> None:
+    for number in range(1, 22):
+        clock.now += HEARTBEAT_SECONDS
+        seconds = number * HEARTBEAT_SECONDS
+        registry.take_heartbeat(
+            beat("target_server", 99, number, report=target_report(blocked_seconds=0.9 * seconds))
+        )
+        for session, (group, share) in enumerate(shares.items(), 1):
+            report = worker_report(group=group, starved_seconds=share * seconds)
+            registry.take_heartbeat(
+                beat("drafter_worker", session, number, instance=f"{group}-0", report=report)
+            )
+    bottleneck = status_of(registry).bottleneck
+    assert bottleneck.name == name
+    assert named in bottleneck.reason
+    assert ("group" in bottleneck.reason) == ("group" in named)
