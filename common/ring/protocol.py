@@ -268,7 +268,7 @@ class OwnerProtocol:
         entry = self._session(identity, bye.ring_epoch, bye.session, "bye")
         if entry is None:
             return
-        ledger = self.ledgers[entry.group]
+        group, ledger = entry.group, self.ledgers[entry.group]
         ledger.commit(entry.session, bye.committed)
         for delivery in self.book.leases(entry.session):
             if delivery.row.sequence in bye.committed:  # its release was lost on the way
@@ -277,9 +277,7 @@ class OwnerProtocol:
                 self._reclaim(delivery, "bye", counts=False)
         self.sessions.end(entry.session)
         ledger.lose(entry.session)
-        self.policies.leave(
-            entry.group, bye.is_finished and not self.sessions.of_group(entry.group)
-        )
+        self.policies.leave(group, bye.is_finished and not self.sessions.of_group(group))
         self._grant(now)
 
     # -- mechanics -------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ _FIGURES = {
     "rows_skipped": ("skipped", 0),
 }
 _FILE_COLUMNS = 200
+_DETACH_SECONDS = 300.0
+"""For a worker to come at the start; one that was killed holds the others up no longer than this."""
 _DECIDING = ("acceptance_length_best", "acceptance_length_after", "acceptance_length_held_out")
 """What the best drafter has most of: the first of these that was measured."""
 
@@ -85,6 +87,7 @@ def make_plan(config: SweepConfig) -> Plan:
         dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
     ]
     common = dict(_flatten(config.sweep.group.model_dump(mode="json", exclude_unset=True)))
+    common.setdefault("detach_after_seconds", _DETACH_SECONDS)
     if both := set(axes) & set(common):
         raise ConfigError(
             f"sweep: got {sorted(both)} both in grid and in group; write each in one of them"

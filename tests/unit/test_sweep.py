@@ -53,6 +53,7 @@ def test_workers_of_each_group_get_its_values_and_what_all_have(tmp_path: Path) 
         assert worker.optimizer.learning_rate == values["optimizer.learning_rate"]
         assert worker.drafter.num_layers == 1
         assert worker.groups[name].policy == "skip"
+        assert worker.groups[name].detach_after_seconds == 300.0
     specs = service_specs(prepare(files, [f"run.directory={tmp_path}", *plan.settings]))
     assert sum(spec.role == "drafter_worker" for spec in specs) == 6 * 2
     assert sum(spec.role == "target_server" for spec in specs) == 1
