@@ -69,11 +69,9 @@ def test_a_sweep_trains_drafters_of_other_shapes_on_the_same_rows_and_compares_t
     assert "sweep (* best)" in done.stderr
     assert line["best_drafter"]["by"] == "acceptance_length_best"
     assert target["captured_tokens"] <= rows * 128
-    evaluated = {e["group"] for status in seen for e in status["evaluations"]}
-    assert evaluated == {"block_size-2", "block_size-8"}
-    walked = [group for status in seen for group in status["groups"]
-              if group["held_out_acceptance_length"] and group["acceptance_length"]]  # fmt: skip
-    assert {group["group"] for group in walked} == evaluated, "both figures, side by side"
+    walked = {group["group"] for status in seen for group in status["groups"]
+              if group["held_out_acceptance_length"]}  # fmt: skip
+    assert walked == {"block_size-2", "block_size-8"}
     assert not segments_of(tmp_path)
 
 
