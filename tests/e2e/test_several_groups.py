@@ -84,7 +84,8 @@ class TwoGroups:
         settings = (
             'groups.steady.policy="wait"', f'groups.late.policy="{policy}"',
             "groups.late.group_timeout_seconds=0.3", "ring.num_slots=4", "ring.capacity=1",
-            "ring.lease_seconds=1.0", "training.checkpoint_steps=5", "training.log_steps=1",
+            "ring.lease_seconds=1.0", "ring.session_timeout_seconds=1.0",
+            "training.checkpoint_steps=5", "training.log_steps=1",
             # A row is one step for both, and takes this one longer.
             "groups.late.training.visits=8", "groups.late.training.accumulation=8",
             *more,
