@@ -7,12 +7,14 @@ A case is a group's sync and its number of workers. Rows of the config's target 
 this process owns the ring and publishes them again and again under new sequences, as fast as real worker
 processes take them, each with one thread (`run.num_threads` of the config). Rows a second are counted at the
 ring from the moment when every worker has trained. Cases take turns, in rounds. A case's `sync_share` is the
-part of the workers' time that went into meetings, their waiting for each other included.
+part of the workers' time that went into meetings, their waiting for each other included. Then one more
+worker joins a synced group: `heal_seconds` went into its taking over weights and moments.
 """
 
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from services.target_server.transport import choose_transport
 
 _SMALL_FIELDS = ("token_ids", "document_ids", "position_ids", "loss_mask")
 _START_SECONDS = 300.0
+_HEALED = re.compile(r"healed by member \d+ to step \d+ in ([\d.]+) s")
 Row = tuple[PackedRow, Tensor]
 
 
@@ -99,14 +103,12 @@ def measure(
     with contextlib.ExitStack() as stack:
         transport = choose_transport(server.run, server.ring, None)
         owner = stack.enter_context(open_ring(server, ONE_RING, schema, transport, None))
-        if any(
-            setting.startswith("groups.main.sync=") and "none" not in setting
-            for setting in settings
-        ):
-            start(stack, "services.quorum_server", configs, settings)
-        workers = [
-            start(stack, "services.drafter_worker", configs, settings) for _ in range(num_workers)
-        ]
+        is_synced = server.groups["main"].sync != "none"
+        log = server.run.directory / "benchmark.log"
+        begin = partial(start, stack, configs, settings, log)
+        if is_synced:
+            begin("services.quorum_server")
+        workers = [begin("services.drafter_worker") for _ in range(num_workers)]
         stop = threading.Event()
         feeder = threading.Thread(target=feed, args=(owner, rows, stop))
         feeder.start()
@@ -117,22 +119,36 @@ def measure(
         before, start_time, synced = num_released(owner), time.perf_counter(), synced_in(metrics)
         threading.Event().wait(seconds)
         took = time.perf_counter() - start_time
-        num_rows = num_released(owner) - before
-        return {
-            "rows_per_second": num_rows / took,
+        figures = {
+            "rows_per_second": (num_released(owner) - before) / took,
             "sync_share": (synced_in(metrics) - synced) / took / num_workers,
         }
+        if is_synced:
+            begin("services.drafter_worker")
+            figures["heal_seconds"] = heal_seconds(log)
+        return figures
+
+
+def heal_seconds(log: Path) -> float:
+    """Wait until a worker says in the log that it was healed; return how long that took."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not (found := _HEALED.findall(log.read_text(encoding="utf-8"))):
+        if time.monotonic() > deadline:
+            raise SystemExit("no worker was healed; run the case by hand")
+        threading.Event().wait(0.5)
+    return float(found[-1])
 
 
 def start(
-    stack: contextlib.ExitStack, module: str, configs: list[Path], settings: list[str]
+    stack: contextlib.ExitStack, configs: list[Path], settings: list[str], log: Path, module: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a service of the run; it is killed when the stack closes."""
+    """Start a service of the run that logs to a file; it is killed when the stack closes."""
     given = [part for path in configs for part in ("--config", str(path))]
     given += [part for setting in settings for part in ("--set", setting)]
-    process = stack.enter_context(
-        subprocess.Popen([sys.executable, "-m", module, *given], stderr=subprocess.DEVNULL)
-    )
+    with log.open("ab") as output:
+        process = stack.enter_context(
+            subprocess.Popen([sys.executable, "-m", module, *given], stderr=output)
+        )
     stack.callback(process.kill)
     return process
 
