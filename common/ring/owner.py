@@ -331,6 +331,10 @@ class RingOwner:
 
 def segment_name(run: str, endpoint: Endpoint, ring_epoch: int) -> str:
     """Return a segment name that no other run, target or ring_epoch has."""
+    return f"{SEGMENT_PREFIX}{run}-{os.getpid()}-{place_of(endpoint)}-{ring_epoch:016x}"
+
+
+def place_of(endpoint: Endpoint) -> str:
+    """Return the part of a segment's name that says at which endpoint its ring is."""
     path = endpoint if isinstance(endpoint, Path) else endpoint.path
-    place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
-    return f"{SEGMENT_PREFIX}{run}-{os.getpid()}-{place}-{ring_epoch:016x}"
+    return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]

@@ -16,6 +16,7 @@ import re
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -239,6 +240,19 @@ def reclaim_dead_segments() -> int:
     has locked, is left alone.
     """
     reclaimed = 0
+    for path, num_bytes in dead_segments():
+        try:
+            path.unlink()
+        except OSError as error:  # gone since, or not this user's to remove
+            _log.warning("segment %s is left alone: %s", path, error.strerror)
+            continue
+        reclaimed += num_bytes
+        _log.warning("reclaimed segment %s of a dead owner: %d bytes", path, num_bytes)
+    return reclaimed
+
+
+def dead_segments() -> Iterator[tuple[Path, int]]:
+    """Yield ring segments whose owner is dead, with their bytes; each is locked until the next."""
     for path in sorted(SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}*")):
         if _NAME.fullmatch(path.name) is None:
             continue
@@ -250,18 +264,12 @@ def reclaim_dead_segments() -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
-            if not _is_private(status) or status.st_nlink == 0:
-                continue
-            path.unlink()
-            reclaimed += status.st_size
-            _log.warning("reclaimed segment %s of a dead owner: %d bytes", path, status.st_size)
+            if _is_private(status) and status.st_nlink > 0:
+                yield path, status.st_size
         except BlockingIOError:
             continue
-        except OSError as error:  # gone since, or not this user's to remove
-            _log.warning("segment %s is left alone: %s", path, error.strerror)
         finally:
             os.close(descriptor)
-    return reclaimed
 
 
 def _is_private(status: os.stat_result) -> bool:

@@ -116,6 +116,15 @@ def prepare(config: Files = None, settings: Settings = None, dry_run: DryRun = F
 
 
 @app.command()
+def doctor(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+    """Check what a run needs of this machine, and name the fix of what is not as it should be.
+
+    Prints one JSON line on stdout at the end; exits 1 where a check fails.
+    """
+    _become("services.target_server.doctor", config, settings, dry_run)
+
+
+@app.command()
 def inspect(
     name: Annotated[
         str,
