@@ -19,6 +19,7 @@ _FILES = {
     "run.json": "each start: when, command line, versions, commit of the source",
     "config.json": "what every service made of the config at the last start",
     "launcher.json": "who runs it, while it runs",
+    "scale.json": "a request of `ringdraft scale`, until the launcher has taken it",
     "data.json": "the tags of the data, by the numbers that rows carry",
     "held_out.safetensors": "the target's answers to the prompts of [held_out]",
     "metrics/": "curves, as JSON lines: see below",

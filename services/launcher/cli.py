@@ -93,6 +93,18 @@ def stop(
 
 
 @app.command()
+def scale(
+    workers: Annotated[int, typer.Argument(metavar="N", help="Drafter workers of the group.")],
+    group: Annotated[str, typer.Option(help="Where a run has several.")] = "",
+    run: RunDirectory = None,
+) -> None:
+    """Start or stop workers of a live run, until a group has so many."""
+    from services.launcher.scale import ask_to_scale
+
+    _finish(lambda _: ask_to_scale(run, group, workers))
+
+
+@app.command()
 def status(run: RunDirectory = None) -> None:
     """Show the figures of a live run."""
     from services.launcher.live import show_status

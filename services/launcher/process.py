@@ -41,6 +41,8 @@ class ServiceProcess:
         self.spec = spec
         self.log_path = log_directory / f"{spec.name}.log"
         self.num_restarts = 0
+        self.is_leaving = False
+        """It was asked to stop while the run goes on."""
         self.pids: list[int] = []
         self.exit_code: int | None = None
         self._exits = exits
@@ -76,6 +78,11 @@ class ServiceProcess:
         with self._reaping:
             if self.is_running:
                 os.kill(self.pids[-1], signal_number)
+
+    def leave(self) -> None:
+        """Ask the child to stop while the run goes on."""
+        self.is_leaving = True
+        self.send(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the child and all of its group."""

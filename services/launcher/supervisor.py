@@ -71,19 +71,42 @@ class Supervisor:
         self.lost: list[ServiceProcess] = []
         """Workers that failed while the run went on."""
 
-    def run(self, specs: Sequence[ServiceSpec]) -> Outcome:
-        """Start the services and watch them until the run has an outcome."""
+    def run(
+        self, specs: Sequence[ServiceSpec], on_tick: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Start the services and watch them until the run has an outcome.
+
+        Args:
+            on_tick: called a few times a second while they run.
+        """
         for spec in specs:
             if not self._stop.is_set():
                 self._start(spec)
         while True:
             if self._stop.is_set():
                 return Outcome("stopped")
+            on_tick()
             failed = self._wait_for_failure()
             if failed is not None:
                 return Outcome("failed", failed)
             if self._is_finished():
                 return Outcome("finished")
+
+    def scale(self, count: int, numbered: Iterable[ServiceSpec]) -> None:
+        """Have so many of these services: start the first ones that lack, ask the last ones to stop.
+
+        One that is still on its way out is not counted.
+        """
+        specs = list(numbered)
+        live = {p.spec.name: p for p in self._processes if p.is_running and not p.is_leaving}
+        busy = {p.spec.name for p in self._processes if p.is_running}
+        staying = [live[spec.name] for spec in specs if spec.name in live]
+        for process in staying[count:]:
+            self._say(f"{process.spec.name} is asked to leave")
+            process.leave()
+        absent = [spec for spec in specs if spec.name not in busy]
+        for spec in absent[: max(0, count - len(staying))]:
+            self._start(spec)
 
     def run_once(self, spec: ServiceSpec) -> Outcome:
         """Run one more service beside the others until it ends."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from services.launcher.rundir import (
     STOP_NAME,
     first_and_last_checkpoints,
 )
+from services.launcher.scale import MOST_WORKERS, REQUEST_NAME, take_request
 from services.launcher.summary import remove_old_summaries, summarize
 from services.launcher.supervisor import Outcome, Supervisor
 
@@ -125,14 +127,19 @@ def service_specs(launch: Launch) -> list[ServiceSpec]:
     return specs
 
 
-def _workers(launch: Launch, group: str) -> list[ServiceSpec]:
+def worker_specs(launch: Launch, group: str, count: int) -> list[ServiceSpec]:
+    """Return so many workers of a group."""
     groups = launch.config.groups
     settings = (f"training.group={json.dumps(group)}",) if list(groups) != ["main"] else ()
     stem = f"worker-{group}" if len(groups) > 1 else "worker"
     return [
-        _spec(launch, f"{stem}-{number}", "drafter_worker", settings)
-        for number in range(groups[group].workers or launch.config.launcher.workers)
+        _spec(launch, f"{stem}-{number}", "drafter_worker", settings) for number in range(count)
     ]
+
+
+def _workers(launch: Launch, group: str) -> list[ServiceSpec]:
+    count = launch.config.groups[group].workers or launch.config.launcher.workers
+    return worker_specs(launch, group, count)
 
 
 def follower_spec(launch: Launch) -> ServiceSpec:
@@ -178,8 +185,14 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
             launch.config.run.name, launch.directory, table,
             stop=stop, say=view.say, on_tick=view.update,
         )  # fmt: skip
+
+        def scale(group: str, count: int) -> None:
+            supervisor.scale(count, worker_specs(launch, group, MOST_WORKERS))
+
         with supervisor:
-            outcome = supervisor.run(service_specs(launch))
+            outcome = supervisor.run(
+                service_specs(launch), on_tick=partial(take_request, launch.directory, scale)
+            )
             if outcome.kind == "finished":
                 # A follower ends behind the last checkpoint.
                 launch.config.run.training_ended.touch()
@@ -217,7 +230,8 @@ def _show_failure(outcome: Outcome, view: ProgressView) -> None:
 def _write_records(launch: Launch, resolved: dict[str, Any]) -> None:
     directory = launch.directory
     remove_old_summaries(directory)
-    launch.config.run.training_ended.unlink(missing_ok=True)
+    for left in (launch.config.run.training_ended, directory / REQUEST_NAME):
+        left.unlink(missing_ok=True)
     write_atomically(directory / "config.json", json.dumps(resolved, indent=2))
     explain(directory, launch.config.run.name)
     record_start(directory, launch.config.run.name)

@@ -359,3 +359,49 @@ def test_a_run_does_not_go_on_without_any_worker_its_target_or_a_good_config(
     supervisor = supervise(tmp_path, stop, said, on_worker_failure="go_on")
     outcome = run_to_end(supervisor, *(spec(role, script, name) for role, script, name in specs))
     assert outcome.kind == "failed"
+
+
+def workers(script: str = SERVE) -> list[ServiceSpec]:
+    return [spec("drafter_worker", script, f"worker-{number}") for number in range(4)]
+
+
+def test_scaling_starts_the_first_that_lack_and_sends_the_last_away(tmp_path, stop, said) -> None:
+    wanted = iter((3, 1, 2))
+    seen: list[list[str]] = []
+
+    def running() -> list[str]:
+        found = [p for p in supervisor._processes if p.is_running and not p.is_leaving]
+        return sorted(process.spec.name for process in found)
+
+    def on_tick() -> None:
+        count = next(wanted, 0)
+        if count == 0:
+            stop.set()
+            return
+        supervisor.scale(count, workers())
+        for process in supervisor._processes:
+            if process.is_leaving:
+                assert process.wait(WATCHDOG_SECONDS)
+            elif process.is_running:
+                wait_for_line(process, "serving")
+        seen.append(running())
+
+    supervisor = supervise(tmp_path, stop, said)
+    with supervisor:
+        outcome = supervisor.run(workers()[:1], on_tick=on_tick)
+    assert outcome == Outcome("stopped")
+    every = ["worker-0", "worker-1", "worker-2"]
+    assert seen == [every, every[:1], every[:2]]
+    assert "worker-2 is asked to leave" in said
+    assert [p.exit_code for p in supervisor._processes] == [0, 0, 0, 0]
+
+
+def test_one_on_its_way_out_makes_no_room_under_its_name(tmp_path, stop, said) -> None:
+    with supervise(tmp_path, stop, said, grace_seconds=0.5) as supervisor:
+        supervisor.scale(2, workers(DEAF))
+        for process in processes(supervisor).values():
+            wait_for_line(process, "up")
+        supervisor.scale(1, workers(DEAF))
+        supervisor.scale(2, workers(DEAF))
+        names = [process.spec.name for process in supervisor._processes]
+    assert names == ["worker-0", "worker-1", "worker-2"]
