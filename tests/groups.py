@@ -128,7 +128,7 @@ class GroupRun:
         total = account["rows_published"]
         assert total > 30
         assert (account["rows_trained"], account["rows_lost"]) == (total, 0), account
-        assert state["consumed"] == {"low": total, "above": []}
+        assert state["consumed"] == {"low": total, "above": []}, (state, account)
         made_again = account["requeued"] + account["recaptured"]
         assert total <= state["trained_rows"] <= total + made_again, (state, account)
         assert not segments_of(self.config.parent)

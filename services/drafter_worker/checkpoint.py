@@ -89,6 +89,12 @@ class CheckpointStore:
         self._prune()
         return final
 
+    def newest_step(self) -> int:
+        """Return the step of the newest whole checkpoint, -1 without one; bring back a cut-off one."""
+        self._restore_replaced()
+        newest = self.newest()
+        return _step_of(newest) if newest is not None else -1
+
     def newest(self) -> Path | None:
         """Return the newest whole checkpoint."""
         steps = self._steps()

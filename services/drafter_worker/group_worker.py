@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from common.errors import PeerLostError
+from services.drafter_worker.checkpoint import read_trainer
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import StagedRow
 from services.drafter_worker.meetings import Meeting, Meetings
@@ -186,6 +187,9 @@ class GroupWorker(DrafterWorker):
     def _hold(self, meeting: Meeting) -> None:
         words = Words(meeting, self._word(meeting))
         check_agreement(meeting, words, self._agreement)
+        if words.are_behind_disk:
+            self._catch_up()
+            words = Words(meeting, self._word(meeting))
         self._is_leader = meeting.rank == 0
         self._lineage.position = max(word.position for word in words.current)
         if not words.behind:
@@ -212,6 +216,7 @@ class GroupWorker(DrafterWorker):
             num_tokens=self._num_tokens if self._is_local else self._open_tokens,
             position=max(self._position.num_rows, lineage.position),
             saved_step=lineage.saved_step,
+            disk_step=self._parts.store.newest_step(),
             is_settled=self._is_settled(),
             is_leaving=self._is_leaving(),
             is_drained=self._parts.rings.is_drained,
@@ -292,6 +297,25 @@ class GroupWorker(DrafterWorker):
             "healed by member %d to step %d in %.2f s",
             words.source, lineage.step, time.monotonic() - began_at,
         )  # fmt: skip
+
+    def _catch_up(self) -> None:
+        """Those who made the newest checkpoint are gone, and its rows are committed: go on from it."""
+        newest = self._parts.store.newest()
+        if newest is None:
+            raise PeerLostError("the newest checkpoint has gone")
+        tensors, state = read_trainer(newest)
+        self._parts.trainee.optimizer.load_state(tensors)
+        self._parts.stepper.forget()
+        lineage = Lineage.of_checkpoint(
+            state.step, state.trained_rows, state.trained_tokens, state.consumed, is_saved=True
+        )
+        lineage.rows |= set(range(self._parts.rings.consumed.low, state.consumed.low))
+        self._adopt(lineage)
+        # Who wrote it may have died before the targets knew.
+        self._parts.rings.mark_consumed(lineage.rows)
+        self._uncommitted = [(lineage.step, set(lineage.rows))]
+        self._write_metrics(is_resumed=True)
+        _log.info("goes on from %s, which is further than anybody here", newest)
 
     def _adopt(self, lineage: Lineage) -> None:
         """The weights are those of another member: so is what is in them."""

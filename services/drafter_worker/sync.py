@@ -53,6 +53,8 @@ class Word(NamedTuple):
     """Rows of the stream up to the furthest that it has seen."""
     saved_step: int
     """Step of the newest checkpoint that it knows to be durable; -1 without one."""
+    disk_step: int
+    """Step of the newest checkpoint that there is; -1 without one."""
     is_settled: int
     """Whether nothing of the stream is left for it, beyond what it brings."""
     is_leaving: int
@@ -70,6 +72,11 @@ class Words:
             raise PeerLostError("words of another meeting")
         self.source = self._source()
         self.behind = [rank for rank in range(len(self.all)) if not self._is_current(rank)]
+
+    @property
+    def are_behind_disk(self) -> bool:
+        """Whether a checkpoint is further than all: of members who left, died, or met without these."""
+        return max(word.disk_step for word in self.all) > max(word.step for word in self.all)
 
     @property
     def current(self) -> list[Word]:

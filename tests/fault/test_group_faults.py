@@ -50,6 +50,25 @@ def test_a_worker_stopped_past_its_lease_comes_back_to_the_weights_of_the_others
         run.assert_whole("a", "b")
 
 
+@both
+def test_a_worker_stopped_until_the_last_other_has_left_goes_on_from_its_checkpoint(
+    tmp_path: Path, sync: str
+) -> None:
+    with GroupRun(tmp_path, sync) as run:
+        run.start_workers("a", "b")
+        run.wait_until(lambda: min(map(run.num_exchanges, "ab")) >= 2, "both exchange")
+        run.signal("a", signal.SIGSTOP)
+        run.wait_for_exchanges("b", 3)
+        run.signal("b", signal.SIGTERM)
+        run.wait_for_end("b")
+        left = run.state()
+        run.signal("a", signal.SIGCONT)
+        run.wait_for_end("a")
+        assert "goes on from" in run.log("a")
+        assert run.state()["trained_rows"] > left["trained_rows"] > 0
+        run.assert_whole("a", "b")
+
+
 def test_a_worker_that_leaves_has_its_rows_in_a_checkpoint_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
