@@ -75,7 +75,7 @@ def worker_report(**fields: Any) -> WorkerReport:
 
 
 def evaluator_report(**fields: Any) -> EvaluatorReport:
-    values = {"num_done": 1, "num_total": 2, "results": (evaluation(),)}
+    values = {"num_done": 1, "num_total": 2, "is_following": False, "results": (evaluation(),)}
     return EvaluatorReport.model_validate(values | fields)
 
 

@@ -211,6 +211,8 @@ class EvaluatorReport(Record):
     num_done: Count
     num_total: Count
     """Answers to decode, as far as is known: a followed run may bring more checkpoints."""
+    is_following: bool
+    """Whether it waits for the checkpoints of the run, and so can be asked for the newest ones."""
     results: tuple[EvaluationResult, ...]
     """The last ones; all of them are in the run's evaluations/."""
 
@@ -247,10 +249,13 @@ class ServiceGoodbye(Record):
     reason: str
 
 
-class Command(Record):
-    """Something the service is asked to do; repeated until a heartbeat shows it done."""
+CommandName = Literal["pause", "resume", "drain", "stop", "checkpoint", "evaluate", "stacks"]
 
-    name: Literal["pause", "resume", "drain", "stop", "checkpoint"]
+
+class Command(Record):
+    """Something the service is asked to do; in every reply, and acted on once by its number."""
+
+    name: CommandName
     number: Count
 
 

@@ -2,36 +2,57 @@
 
 Reading is open: the server binds loopback unless a token exists. Changing a run takes
 `Authorization: Bearer <token>`, with the token that `<run_dir>/control.token` holds.
+`/openapi.json` documents every route, with an answer for each of its status codes.
 """
 
 import asyncio
-import hmac
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.control_plane.metrics import render
+from services.control_plane.commands import command_routes
+from services.control_plane.examples import EVENT, METRICS, READY, UNREADY, example_status
 from services.control_plane.page import PAGE
+from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
-from services.control_plane.status import CommandAccepted, Health, Readiness, Status
+from services.control_plane.responses import SLOW, TOO_SLOW, Responses, example, latest
+from services.control_plane.status import SCHEMA_VERSION, Health, Readiness, Status
 
 EVENT_INTERVAL_SECONDS = 0.5
 
-CommandName = Literal["pause", "resume", "drain", "stop", "checkpoint"]
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+_ABOUT = """State and control of one training run. Reading is open on loopback; a POST needs
+`Authorization: Bearer <token>` with the token in `<run_dir>/control.token`. `schema_version` of
+/status rises when a field goes away or changes its meaning; fields may be added without."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+
+class DocumentedApp(FastAPI):
+    """An application whose documentation keeps what is null in the example of /status."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the document; FastAPI leaves out what is null in it."""
+        document = super().openapi()
+        answer = document["paths"]["/status"]["get"]["responses"]["200"]
+        answer["content"]["application/json"]["example"] = example_status()
+        return document
 
 
 @dataclass(frozen=True)
 class Sources:
     """What the routes read and change."""
 
-    read_status: Callable[[], Status]
+    readings: Readings
     registry: Registry
     token: str
     stop: threading.Event
@@ -41,68 +62,98 @@ class Sources:
 def create_app(sources: Sources) -> FastAPI:
     """Return the application."""
     # The documentation pages load their scripts from another host, so they stay off.
-    app = FastAPI(title="ringdraft control plane", docs_url=None, redoc_url=None)
+    app = DocumentedApp(
+        title="ringdraft control plane", version=str(SCHEMA_VERSION), description=_ABOUT,
+        docs_url=None, redoc_url=None,
+    )  # fmt: skip
+    app.add_exception_handler(RequestValidationError, _explain_misfit)
     _add_health(app, sources)
     _add_views(app, sources)
-    _add_commands(app, sources)
+    _add_streams(app, sources)
+    app.include_router(command_routes(sources.registry, sources.token))
     return app
 
 
 def _add_health(app: FastAPI, sources: Sources) -> None:
     # On the event loop itself, so that slow readers of other routes cannot starve it.
-    @app.get("/healthz")
+    @app.get(
+        "/healthz", tags=["health"], summary="Whether this process answers",
+        responses=example(200, "It does.", {"status": "ok"}),
+    )  # fmt: skip
     async def healthz() -> Health:
+        """Depends on nothing else of the run."""
         return Health()
 
-    @app.get("/readyz", responses={503: {"model": Readiness}})
+    @app.get(
+        "/readyz", tags=["health"], summary="Whether the run trains",
+        responses=example(200, "A target has a ring and a worker runs.", READY)
+        | _unready(),
+    )  # fmt: skip
     def readyz(response: Response) -> Readiness:
-        status = sources.read_status()
-        response.status_code = 200 if status.is_ready else 503
-        return Readiness(is_ready=status.is_ready, reason=status.not_ready_reason)
+        """Names the reason where it does not."""
+        reading = sources.readings.latest()
+        reason = TOO_SLOW if reading is None else reading.status.not_ready_reason
+        response.status_code = 503 if reason else 200
+        return Readiness(is_ready=not reason, reason=reason)
+
+
+def _unready() -> Responses:
+    content = {"application/json": {"example": UNREADY}}
+    return {503: {"description": "It does not, and why.", "model": Readiness, "content": content}}
 
 
 def _add_views(app: FastAPI, sources: Sources) -> None:
-    @app.get("/status")
-    def read_status() -> Status:
-        return sources.read_status()
+    @app.get(
+        "/status", tags=["views"], summary="All that is known of the run", response_model=Status,
+        responses={200: {"description": "As of at most 0.2 s ago."}, **SLOW},
+    )  # fmt: skip
+    def read_status() -> Response:
+        """Computed a few times a second at most, whoever asks; numbers of 64 bits are hexadecimal
+        text, and what is not a number is null."""
+        return Response(latest(sources.readings).status_json, media_type="application/json")
 
-    @app.get("/metrics")
+    @app.get(
+        "/metrics", tags=["views"], summary="The same figures for Prometheus",
+        response_class=PlainTextResponse,
+        responses=example(200, "Prometheus text.", METRICS, "text/plain") | SLOW,
+    )  # fmt: skip
     def metrics() -> Response:
-        return Response(render(sources.read_status()), media_type=CONTENT_TYPE_LATEST)
+        """Counters are the services' own, so they go on over a restart of the control plane."""
+        return Response(latest(sources.readings).metrics, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/events")
+
+def _add_streams(app: FastAPI, sources: Sources) -> None:
+    @app.get(
+        "/events", tags=["views"], summary="/status as server-sent events, twice a second",
+        response_class=EventStream,
+        responses=example(200, "A stream without an end.", EVENT, "text/event-stream"),
+    )  # fmt: skip
     async def events() -> StreamingResponse:
+        """Each event carries the whole status, so a client that comes back has missed nothing."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(_events(sources), media_type="text/event-stream", headers=headers)
+        return EventStream(_events(sources), headers=headers)
 
-    @app.get("/")
+    @app.get(
+        "/", tags=["views"], summary="The page that people look at", response_class=HTMLResponse,
+        responses=example(200, "HTML that loads nothing from elsewhere.", "<!doctype html>", "text/html"),
+    )  # fmt: skip
     async def page() -> HTMLResponse:
+        """Draws what /events sends."""
         return HTMLResponse(PAGE)
 
 
-def _add_commands(app: FastAPI, sources: Sources) -> None:
-    @app.post("/runs/{name}", status_code=202)
-    def command(name: CommandName, credentials: Credentials) -> CommandAccepted:
-        _check_token(credentials, sources.token)
-        given, num_recipients = sources.registry.command(name)
-        return CommandAccepted(name=name, number=given.number, num_recipients=num_recipients)
-
-
-def _check_token(credentials: HTTPAuthorizationCredentials | None, token: str) -> None:
-    given = credentials.credentials if credentials is not None else ""
-    if not hmac.compare_digest(given.encode(), token.encode()):
-        raise HTTPException(
-            status_code=401,
-            detail="missing or wrong bearer token; send the one in <run_dir>/control.token",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+async def _explain_misfit(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    texts = [f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()]
+    return JSONResponse({"detail": "; ".join(texts)}, 422)
 
 
 async def _events(sources: Sources) -> AsyncIterator[str]:
     """Yield the status as server-sent events; each carries all of it, so none needs replay."""
     number = 0
     while not sources.stop.is_set():
-        status = await asyncio.to_thread(sources.read_status)
-        number += 1
-        yield f"id: {number}\nevent: status\ndata: {status.model_dump_json()}\n\n"
+        reading = await asyncio.to_thread(sources.readings.latest)
+        if reading is not None:
+            number += 1
+            yield f"id: {number}\nevent: status\ndata: {reading.status_json.decode()}\n\n"
         await asyncio.sleep(EVENT_INTERVAL_SECONDS)

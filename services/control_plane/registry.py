@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from common.contracts.control_messages import (
     Command,
+    CommandName,
     EvaluationResult,
     EvaluatorReport,
     ServiceGoodbye,
@@ -30,13 +31,18 @@ from services.control_plane.health import Condition, is_silent, is_stalled
 _WAIT_WINDOW_SECONDS = 30.0
 _LEAST_WINDOW_SECONDS = 2.0
 _KEPT_ERRORS = 100
-_RECIPIENTS: dict[str, tuple[ServiceKind, ...]] = {
+_EVERY_KIND: tuple[ServiceKind, ...] = ("target_server", "drafter_worker", "evaluator")
+_RECIPIENTS: dict[CommandName, tuple[ServiceKind, ...]] = {
     "pause": ("target_server", "drafter_worker"),
     "resume": ("target_server", "drafter_worker"),
     "drain": ("drafter_worker",),  # they take no more; a target with nobody to serve waits
-    "stop": ("target_server", "drafter_worker", "evaluator"),
+    "stop": _EVERY_KIND,
     "checkpoint": ("drafter_worker",),
+    "evaluate": ("evaluator",),
+    "stacks": _EVERY_KIND,
 }
+# For the sessions of their moment alone; the others hold for the run, whoever comes later.
+_MOMENTARY: tuple[CommandName, ...] = ("checkpoint", "evaluate", "stacks")
 
 
 @dataclass
@@ -50,6 +56,8 @@ class Instance:
     waits: deque[tuple[float, float]] = field(default_factory=deque)
     """(time, seconds spent waiting until then) over the window, while it runs."""
     errors: set[str] = field(default_factory=set)
+    commands: dict[CommandName, Command] = field(default_factory=dict)
+    """The last of each name that this session was meant by, beside those for the run."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,6 @@ class Registry:
         self._errors: deque[tuple[float, str, str]] = deque(maxlen=_KEPT_ERRORS)
         self._refused: Counter[str] = Counter()
         self._run_command: Command | None = None
-        self._checkpoint: tuple[Command, frozenset[int]] | None = None
         self._last_number = 0
 
     def take_heartbeat(self, beat: ServiceHeartbeat) -> ServiceReply | None:
@@ -116,10 +123,11 @@ class Registry:
                 return None
             # Each time, since a process that was killed is silent only after its successor came.
             self._forget_predecessors(beat)
-            self._note(beat, instance or self._register(beat))
+            instance = instance or self._register(beat)
+            self._note(beat, instance)
             return ServiceReply(
                 session=beat.session, number=beat.number,
-                heartbeat_seconds=self._heartbeat_seconds, commands=self._commands_for(beat),
+                heartbeat_seconds=self._heartbeat_seconds, commands=self._commands_for(instance),
             )  # fmt: skip
 
     def take_goodbye(self, goodbye: ServiceGoodbye) -> None:
@@ -143,21 +151,27 @@ class Registry:
         with self._lock:
             self._note_evaluations(results)
 
-    def command(self, name: str) -> tuple[Command, int]:
+    def command(self, name: CommandName) -> tuple[Command, int]:
         """Give a command to the run; return it and the number of sessions that will get it."""
         with self._lock:
-            # The clock's milliseconds, so that numbers rise over restarts of the control plane.
-            self._last_number = max(self._last_number + 1, time.time_ns() // 1_000_000)
-            command = Command.model_validate({"name": name, "number": self._last_number})
-            live = frozenset(
-                session for session, instance in self._instances.items()
-                if self._condition(instance) in ("ok", "stalled")
-                and instance.heartbeat.service in _RECIPIENTS[command.name]
-            )  # fmt: skip
-            if command.name == "checkpoint":
-                self._checkpoint = (command, live)
-            else:
+            command = self._next_command(name)
+            live = self._live(name)
+            if name not in _MOMENTARY:
                 self._run_command = command
+            else:
+                _address(command, live)
+            return command, len(live)
+
+    def command_those(
+        self, name: CommandName, is_meant: Callable[[ServiceHeartbeat], bool]
+    ) -> tuple[Command, int] | None:
+        """Give a command to some of the live sessions; return None where there is none."""
+        with self._lock:
+            live = [instance for instance in self._live(name) if is_meant(instance.heartbeat)]
+            if not live:
+                return None
+            command = self._next_command(name)
+            _address(command, live)
             return command, len(live)
 
     def snapshot(self) -> Snapshot:
@@ -172,6 +186,19 @@ class Registry:
                 run_command=self._run_command,
                 uptime_seconds=now - self._started_at,
             )
+
+    def _next_command(self, name: CommandName) -> Command:
+        # The clock's milliseconds, so that numbers rise over restarts of the control plane.
+        self._last_number = max(self._last_number + 1, time.time_ns() // 1_000_000)
+        return Command(name=name, number=self._last_number)
+
+    def _live(self, name: CommandName) -> list[Instance]:
+        """Return the sessions that a command of this name reaches."""
+        return [
+            instance for instance in self._instances.values()
+            if instance.heartbeat.service in _RECIPIENTS[name]
+            and self._condition(instance) in ("ok", "stalled")
+        ]  # fmt: skip
 
     def _forget_predecessors(self, beat: ServiceHeartbeat) -> None:
         for session, other in list(self._instances.items()):
@@ -207,15 +234,12 @@ class Registry:
             instance.errors.add(text)
             self._errors.append((self._clock(), instance.heartbeat.instance, text))
 
-    def _commands_for(self, beat: ServiceHeartbeat) -> tuple[Command, ...]:
-        """Repeat what holds for the run, also to sessions that come later, and a checkpoint to
-        the sessions it was meant for; a session acts on each number once."""
-        commands = []
-        if self._run_command and beat.service in _RECIPIENTS[self._run_command.name]:
-            commands.append(self._run_command)
-        if self._checkpoint and beat.session in self._checkpoint[1]:
-            commands.append(self._checkpoint[0])
-        return tuple(commands)
+    def _commands_for(self, instance: Instance) -> tuple[Command, ...]:
+        """Repeat what holds for the run, also to sessions that come later, and what this session
+        was meant by; a session acts on each number once."""
+        given = self._run_command
+        is_for_it = given and instance.heartbeat.service in _RECIPIENTS[given.name]
+        return (*((given,) if given and is_for_it else ()), *instance.commands.values())
 
     def _view(self, instance: Instance, now: float) -> InstanceView:
         return InstanceView(
@@ -241,6 +265,11 @@ class Registry:
             beat.phase, now - instance.progressed_at, step, _wait_share(instance.waits)
         )
         return "stalled" if stalled else "ok"
+
+
+def _address(command: Command, instances: Iterable[Instance]) -> None:
+    for instance in instances:
+        instance.commands[command.name] = command
 
 
 def _name(beat: ServiceHeartbeat) -> tuple[str, str]:

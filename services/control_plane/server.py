@@ -27,6 +27,7 @@ from common.errors import ConfigError, RingdraftError
 from common.lifecycle import FileLock, write_atomically
 from services.control_plane.app import Sources, create_app
 from services.control_plane.config import ControlPlaneConfig
+from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
 from services.control_plane.socket import ControlSocket
 from services.control_plane.status import Status
@@ -45,7 +46,7 @@ class ControlPlane:
     def __init__(self, parts: "Parts", stop: threading.Event) -> None:
         self._parts = parts
         self._stop = stop
-        sources = Sources(self.read_status, parts.registry, parts.token, stop)
+        sources = Sources(Readings(self.read_status), parts.registry, parts.token, stop)
         self._http = HttpServer(uvicorn.Config(
             create_app(sources), log_config=None, log_level="warning", access_log=False, ws="none", lifespan="off",
             timeout_graceful_shutdown=1,

@@ -25,6 +25,9 @@ RunState = Literal[
 ]
 
 
+SCHEMA_VERSION: Literal[1] = 1
+
+
 class Model(BaseModel):
     """A frozen part of a response."""
 
@@ -181,7 +184,7 @@ class ErrorStatus(Model):
 class Status(Model):
     """Everything the control plane knows."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1] = SCHEMA_VERSION
     time: float
     run: RunStatus
     is_ready: bool

@@ -47,13 +47,25 @@ def all_checkpoints(run_directory: Path) -> list[Path]:
 
 
 def follow_checkpoints(
-    run_directory: Path, stop: threading.Event, has_ended: Callable[[], bool]
+    run_directory: Path,
+    stop: threading.Event,
+    newest_first: threading.Event,
+    has_ended: Callable[[], bool],
 ) -> Iterator[Path]:
-    """Yield each checkpoint of the run once, as it comes, until no more will, or a stop."""
+    """Yield each checkpoint of the run once, as it comes, until no more will, or a stop.
+
+    `newest_first` puts the newest of each series of that moment before older ones, and is cleared.
+    """
     seen: set[Path] = set()
+    urgent: list[Path] = []
     while not stop.is_set():
         is_last_look = has_ended()  # before the look, or what came in between would be missed
         fresh = [path for path in all_checkpoints(run_directory) if path not in seen]
+        if newest_first.is_set():
+            newest_first.clear()
+            urgent = list({path.parent: path for path in fresh}.values())
+            _log.info("asked for the newest checkpoints: %s", urgent or "all are evaluated")
+        fresh = [path for path in urgent if path in fresh] or fresh
         if fresh:
             seen.add(fresh[0])
             yield fresh[0]

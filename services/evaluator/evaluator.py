@@ -55,14 +55,16 @@ def evaluate(config: EvaluatorConfig, stop: threading.Event) -> None:
     """Load, evaluate, and report to the control plane meanwhile."""
     status = Status()
     run = config.run
+    status.is_following = config.evaluation.follow
+    newest_first = threading.Event()
     with ControlLink(
         Identity("evaluator", "evaluator", run.name),
         run.directory / "control.sock",
         interval_seconds=config.control_plane.heartbeat_seconds,
         describe=status.describe,
-        on_command=partial(_obey, stop),
+        on_command=partial(_obey, stop, newest_first),
     ) as link:
-        known, source = _find(config, stop, status)
+        known, source = _find(config, stop, newest_first, status)
         if known:
             bench = build_bench(config, known)
             status.phase = "running"
@@ -79,14 +81,16 @@ class Status:
         self.detail = ""
         self.num_done = 0
         self.num_total = 0
+        self.is_following = False
         self.results: tuple[EvaluationResult, ...] = ()
         self._progress = 0
 
     def describe(self) -> ServiceState:
         """Return the state; progress is passes and looks, for answers may be long."""
         report = EvaluatorReport(
-            num_done=self.num_done, num_total=self.num_total, results=self.results
-        )
+            num_done=self.num_done, num_total=self.num_total, is_following=self.is_following,
+            results=self.results,
+        )  # fmt: skip
         return ServiceState(self.phase, self.detail, self._progress, report)
 
     def note(self, num_answers: int) -> None:
@@ -249,7 +253,7 @@ def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
 
 
 def _find(
-    config: EvaluatorConfig, stop: threading.Event, status: Status
+    config: EvaluatorConfig, stop: threading.Event, newest_first: threading.Event, status: Status
 ) -> tuple[list[Path], Iterable[Path]]:
     """Return the checkpoints that are known at the start, and all of them as they come."""
     run, table = config.run, config.evaluation
@@ -262,7 +266,7 @@ def _find(
         status.detail = "looks for checkpoints"
         return run.training_ended.exists()
 
-    coming = follow_checkpoints(run.directory, stop, has_ended)
+    coming = follow_checkpoints(run.directory, stop, newest_first, has_ended)
     first = list(islice(coming, 1))
     return first, chain(first, coming)
 
@@ -286,7 +290,9 @@ def _settings(config: EvaluatorConfig, bench: Bench) -> dict[str, Any]:
     return found
 
 
-def _obey(stop: threading.Event, command: Command) -> None:
-    """Stop behind the current pass; other commands are not for an evaluator."""
+def _obey(stop: threading.Event, newest_first: threading.Event, command: Command) -> None:
+    """Stop behind the current pass, or take the newest checkpoints next; no other is for it."""
     if command.name in ("stop", "drain"):
         stop.set()
+    elif command.name == "evaluate":
+        newest_first.set()

@@ -6,19 +6,14 @@ import queue
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-import zmq
 
 from common.contracts.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
-from common.contracts.control_messages import SERVICE_DECODER, Command, ServiceReply
+from common.contracts.control_messages import Command
 from common.telemetry.control_link import ControlLink, Identity, ServiceState
+from tests.control_planes import WATCHDOG_SECONDS, Line, Served, refusal, samples
 from tests.heartbeats import (
     RUN,
     beat,
@@ -28,112 +23,6 @@ from tests.heartbeats import (
     target_report,
     worker_report,
 )
-
-WATCHDOG_SECONDS = 30
-
-
-class Served:
-    """A control plane in a process of its own."""
-
-    def __init__(self, directory: Path, *settings: str) -> None:
-        self.directory = directory
-        self.process = start(directory, *settings)
-        for line in self.process.stderr:
-            if match := re.search(r"serving on (http://\S+)", line):
-                break
-        else:
-            raise AssertionError(f"it ended with exit code {self.process.wait(WATCHDOG_SECONDS)}")
-        self.http = httpx.Client(base_url=match[1], timeout=WATCHDOG_SECONDS)
-
-    @property
-    def token(self) -> str:
-        return (self.directory / "control.token").read_text().strip()
-
-    def status(self) -> dict:
-        return self.http.get("/status").raise_for_status().json()
-
-    def until(self, holds: Callable[[dict], bool]) -> dict:
-        """Return the first event whose status holds."""
-        with self.http.stream("GET", "/events") as events:
-            for line in events.iter_lines():
-                if line.startswith("data: ") and holds(status := json.loads(line[6:])):
-                    return status
-        raise AssertionError("the event stream ended")
-
-    def post(self, name: str, token: str | None = None) -> httpx.Response:
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        return self.http.post(f"/runs/{name}", headers=headers)
-
-    def close(self, signal_number: int = signal.SIGTERM) -> int:
-        self.http.close()
-        self.process.send_signal(signal_number)
-        try:
-            self.process.communicate(timeout=WATCHDOG_SECONDS)
-        finally:
-            self.process.kill()
-        return self.process.returncode
-
-
-class Line:
-    """A service's end of the control socket, with its messages in the test's hands."""
-
-    def __init__(self, directory: Path) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.connect(f"ipc://{directory / 'control.sock'}")
-
-    def ask(self, message) -> ServiceReply:
-        self.socket.send(encode(message))
-        assert self.socket.poll(WATCHDOG_SECONDS * 1000), "no reply"
-        return SERVICE_DECODER.decode(self.socket.recv())
-
-    def close(self) -> None:
-        self.socket.close()
-        self._context.term()
-
-
-def start(directory: Path, *settings: str) -> subprocess.Popen[str]:
-    values = (f"run.name={RUN}", f"run.directory={directory}", "control_plane.port=0", *settings)
-    command = [sys.executable, "-m", "services.control_plane"]
-    for value in values:
-        command += ["--set", value]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-def refusal(directory: Path, *settings: str) -> tuple[int, str]:
-    process = start(directory, *settings)
-    try:
-        _, text = process.communicate(timeout=WATCHDOG_SECONDS)
-    finally:
-        process.kill()
-    return process.returncode, text
-
-
-def samples(text: str) -> dict[str, float]:
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in lines}
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ringdraft-test-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def served(directory: Path) -> Iterator[Served]:
-    served = Served(directory)
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def line(served: Served) -> Iterator[Line]:
-    line = Line(served.directory)
-    yield line
-    line.close()
 
 
 def test_it_says_where_it_serves_and_cleans_up(directory: Path) -> None:
@@ -151,10 +40,12 @@ def test_readiness_names_its_reason_until_target_and_worker_run(served: Served, 
     assert answer.status_code == 503
     assert "no target server with a ring" in answer.json()["reason"]
     line.ask(beat("target_server", 1, report=target_report()))
+    served.until(lambda status: status["rings"])
     answer = served.http.get("/readyz")
     assert answer.status_code == 503
     assert "no drafter worker runs" in answer.json()["reason"]
     line.ask(beat("drafter_worker", 2, report=worker_report()))
+    served.until(lambda status: status["workers"])
     answer = served.http.get("/readyz")
     assert (answer.status_code, answer.json()) == (200, {"is_ready": True, "reason": ""})
 
@@ -293,18 +184,18 @@ def test_a_command_without_the_token_is_refused_and_not_delivered(
     served: Served, line: Line, token: str | None
 ) -> None:
     line.ask(beat("drafter_worker"))
-    assert served.post("stop", token).status_code == 401
+    assert served.post("/runs/stop", token).status_code == 401
     assert line.ask(beat("drafter_worker", number=2)).commands == ()
 
 
 def test_a_command_with_the_token_rides_in_the_replies(served: Served, line: Line) -> None:
     line.ask(beat("drafter_worker"))
-    answer = served.post("pause", served.token)
+    answer = served.post("/runs/pause", served.token)
     assert answer.status_code == 202
     (command,) = line.ask(beat("drafter_worker", number=2)).commands
     assert (command.name, command.number) == ("pause", answer.json()["number"])
     assert answer.json()["num_recipients"] == 1
-    assert served.post("explode", served.token).status_code == 422
+    assert served.post("/runs/explode", served.token).status_code == 422
 
 
 def test_a_command_reaches_a_service_through_its_link_once(served: Served) -> None:
@@ -316,7 +207,7 @@ def test_a_command_reaches_a_service_through_its_link_once(served: Served) -> No
     with link:
         served.until(lambda status: status["workers"])
         for name in ("pause", "resume", "checkpoint"):
-            served.post(name, served.token)
+            served.post(f"/runs/{name}", served.token)
             assert commands.get(timeout=WATCHDOG_SECONDS).name == name
     assert commands.empty()
 

@@ -136,7 +136,7 @@ def test_an_evaluation_elsewhere_leaves_a_runs_best_alone(tmp_path: Path) -> Non
 def test_a_followed_run_gives_each_checkpoint_once(tmp_path: Path, ends_by: str) -> None:
     ended, stop, seen = threading.Event(), threading.Event(), []
     make_checkpoint(tmp_path, 0)
-    follower = follow_checkpoints(tmp_path, stop, ended.is_set)
+    follower = follow_checkpoints(tmp_path, stop, threading.Event(), ended.is_set)
     seen.append(next(follower).name)
     make_checkpoint(tmp_path, 20)
     make_checkpoint(tmp_path, 10)
@@ -150,3 +150,19 @@ def test_a_followed_run_gives_each_checkpoint_once(tmp_path: Path, ends_by: str)
     else:
         stop.set()
         assert list(follower) == []
+
+
+def test_a_follower_that_is_asked_takes_the_newest_of_each_series_and_then_the_rest(
+    tmp_path: Path,
+) -> None:
+    ended, asked = threading.Event(), threading.Event()
+    for step in (0, 10, 20):
+        make_checkpoint(tmp_path, step)
+    make_checkpoint(tmp_path, 15, index=1)
+    follower = follow_checkpoints(tmp_path, threading.Event(), asked, ended.is_set)
+    assert next(follower).name == "step-000000"
+    asked.set()
+    ended.set()
+    order = [(path.parent.name, path.name) for path in follower]
+    assert order == [("0", "step-000020"), ("1", "step-000015"), ("0", "step-000010")]
+    assert not asked.is_set()
