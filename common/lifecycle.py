@@ -2,12 +2,14 @@
 
 `python -m services.X` is `sys.exit(run_service(main))`, where `main(stop)` builds the service and
 runs it until `stop` is set. The first SIGTERM or SIGINT sets the event, a second one ends the
-process on the spot; what that leaves behind is reclaimed at the next start.
+process on the spot; what that leaves behind is reclaimed at the next start. SIGUSR1 has every
+thread's stack written to stderr, which is the service's log, and so has a fatal fault.
 """
 
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import json
@@ -30,6 +32,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Signals this close together are one request: a wrapper may pass on what the terminal has sent
 # as well, and the kernel repeats the signal of `die_with_parent` for each thread of the parent.
 _SAME_REQUEST_SECONDS = 0.5
+STACKS_SIGNAL = signal.SIGUSR1
+_STDERR = 2
 _PR_SET_PDEATHSIG = 1
 # Loaded here because a child must not load anything between its fork and its exec.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -39,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 def run_service(main: Callable[[threading.Event], int | None]) -> int:
     """Run `main` with a stop event and return the exit code; the process's only catch-all."""
+    tell_stacks()
     try:
         return main(stop_on_signals()) or EXIT_CLEAN
     except ConfigError as error:
@@ -50,6 +55,16 @@ def run_service(main: Callable[[threading.Event], int | None]) -> int:
     except Exception as error:  # noqa: BLE001
         _log.critical("unexpected %s: %s", type(error).__name__, error, exc_info=True)
         return EXIT_FAILED
+
+
+def tell_stacks() -> None:
+    """Have SIGUSR1, and a fatal fault, write every thread's stack to stderr.
+
+    The handler is not Python's, so it also answers for a process that holds the interpreter's lock
+    in a native call and so sends no heartbeat either.
+    """
+    faulthandler.enable(_STDERR)
+    faulthandler.register(STACKS_SIGNAL, _STDERR, all_threads=True)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,17 @@ from common.contracts.sequences import Shard
 
 ServiceKind = Literal["target_server", "drafter_worker", "evaluator"]
 Phase = Literal[
-    "starting", "loading", "compiling", "running", "waiting", "draining", "paused", "done", "failed"
+    "starting",
+    "loading",
+    "compiling",
+    "running",
+    "waiting",
+    "measuring",
+    "saving",
+    "draining",
+    "paused",
+    "done",
+    "failed",
 ]
 
 

@@ -9,6 +9,7 @@ Nothing is queued for a control plane that is not there: a heartbeat carries the
 the next one heals the loss. Training neither starts nor stops with the control plane.
 """
 
+import faulthandler
 import logging
 import os
 import secrets
@@ -41,6 +42,7 @@ _LINGER_MILLISECONDS = 500
 _CONNECT_MILLISECONDS = 100
 _LEAST_INTERVAL_SECONDS = 0.05
 _QUEUED_MESSAGES = 16
+_STDERR = 2
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +73,8 @@ class ControlLink:
 
     `describe` and `on_command` run in the link's thread and must return at once: `describe`
     reads what the service last wrote down, `on_command` sets an event or fills a queue.
-    Each command, known by its name and number, is given to `on_command` once.
+    Each command, known by its name and number, is given to `on_command` once; `stacks` is not, for
+    the link answers it itself, whatever the service is stuck in.
     """
 
     def __init__(
@@ -167,7 +170,10 @@ class ControlLink:
             if (command.name, command.number) not in self._seen_commands:
                 self._seen_commands.add((command.name, command.number))
                 _log.info("command %s (number %d)", command.name, command.number)
-                self._on_command(command)
+                if command.name == "stacks":
+                    faulthandler.dump_traceback(_STDERR, all_threads=True)
+                else:
+                    self._on_command(command)
 
     def _heartbeat(self) -> ServiceHeartbeat:
         state = self._describe()

@@ -19,10 +19,14 @@ _ALLOWED_SECONDS: dict[Phase, float] = {
     "starting": 120.0,
     "loading": 900.0,
     "compiling": 1200.0,
-    "running": 60.0,
+    "running": 180.0,  # a graph may be compiled again meanwhile
     "waiting": 600.0,
+    "measuring": 3600.0,
+    "saving": 900.0,
     "draining": 300.0,
 }
+# While nothing is known of how long a unit of work takes: a first step may also compile.
+_FIRST_SECONDS = 1200.0
 # Shares of the time spent waiting: below the first a side does not wait, and two sides over the
 # second wait for rows that are neither made nor trained, so they are on their way.
 _WAITS_SHARE = 0.05
@@ -35,14 +39,31 @@ def is_silent(age_seconds: float, heartbeat_seconds: float) -> bool:
 
 
 def is_stalled(
-    phase: Phase, progress_age_seconds: float, step_seconds: float, wait_share: float | None
+    phase: Phase,
+    progress_age_seconds: float,
+    pace_seconds: float | None,
+    wait_share: float | None,
 ) -> bool:
-    """Say whether progress is overdue; who waits for a peer gets the allowance of waiting."""
-    waits = phase == "running" and wait_share is not None and wait_share > 0.5
-    allowed = _ALLOWED_SECONDS.get("waiting" if waits else phase)
+    """Say whether progress is overdue; who waits for a peer gets the allowance of waiting.
+
+    Args:
+        pace_seconds: median time of a unit of work; None where none has been seen.
+    """
+    allowed = _ALLOWED_SECONDS.get("waiting" if waits_for_peers(phase, wait_share) else phase)
     if allowed is None:
         return False
-    return progress_age_seconds > max(allowed, _STALLED_MEDIAN_STEPS * step_seconds)
+    if pace_seconds is not None:
+        allowed = max(allowed, _STALLED_MEDIAN_STEPS * pace_seconds)
+    elif phase == "running":
+        allowed = max(allowed, _FIRST_SECONDS)
+    return progress_age_seconds > allowed
+
+
+def waits_for_peers(phase: Phase, wait_share: float | None) -> bool:
+    """Say whether a target that is blocked, or a worker that starves, has nothing else to do."""
+    return phase == "waiting" or (
+        phase == "running" and wait_share is not None and wait_share > 0.5
+    )
 
 
 def find_bottleneck(

@@ -8,6 +8,7 @@ interval. A session that registers under the name of an ended or silent one take
 one that is alive it does not, so two processes with one name are both seen.
 """
 
+import statistics
 import threading
 import time
 from collections import Counter, deque
@@ -31,6 +32,8 @@ from services.control_plane.health import Condition, is_silent, is_stalled
 _WAIT_WINDOW_SECONDS = 30.0
 _LEAST_WINDOW_SECONDS = 2.0
 _KEPT_ERRORS = 100
+_KEPT_PACES = 10
+_TRAINING_PHASES = ("running", "waiting", "measuring", "saving")
 _EVERY_KIND: tuple[ServiceKind, ...] = ("target_server", "drafter_worker", "evaluator")
 _RECIPIENTS: dict[CommandName, tuple[ServiceKind, ...]] = {
     "pause": ("target_server", "drafter_worker"),
@@ -55,6 +58,10 @@ class Instance:
     goodbye: ServiceGoodbye | None = None
     waits: deque[tuple[float, float]] = field(default_factory=deque)
     """(time, seconds spent waiting until then) over the window, while it runs."""
+    worked_at: float | None = None
+    """When progress last rose."""
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_PACES))
+    """Seconds a unit of work, of the last rises of progress."""
     errors: set[str] = field(default_factory=set)
     commands: dict[CommandName, Command] = field(default_factory=dict)
     """The last of each name that this session was meant by, beside those for the run."""
@@ -217,6 +224,7 @@ class Registry:
         before = instance.heartbeat
         if (beat.progress, beat.phase) != (before.progress, before.phase):
             instance.progressed_at = now
+        _note_pace(instance, now, beat.progress - before.progress)
         instance.heartbeat = beat
         instance.seen_at = now
         _note_wait(instance.waits, now, beat)
@@ -260,9 +268,8 @@ class Registry:
             return "failed"
         if is_silent(now - instance.seen_at, self._heartbeat_seconds):
             return "silent"
-        step = beat.report.step_seconds if isinstance(beat.report, WorkerReport) else 0.0
         stalled = is_stalled(
-            beat.phase, now - instance.progressed_at, step, _wait_share(instance.waits)
+            beat.phase, now - instance.progressed_at, _pace(instance), _wait_share(instance.waits)
         )
         return "stalled" if stalled else "ok"
 
@@ -286,9 +293,25 @@ def _why_refused(beat: ServiceHeartbeat, known: Instance | None, run: str) -> st
     return None
 
 
+def _note_pace(instance: Instance, now: float, num_units: int) -> None:
+    if num_units <= 0:
+        return
+    if instance.worked_at is not None:
+        instance.paces.append((now - instance.worked_at) / num_units)
+    instance.worked_at = now
+
+
+def _pace(instance: Instance) -> float | None:
+    """Return the median seconds of a unit of work, as seen here or as the worker says of a step."""
+    report = instance.heartbeat.report
+    step = report.step_seconds if isinstance(report, WorkerReport) else 0.0
+    seen = statistics.median(instance.paces) if instance.paces else 0.0
+    return max(step, seen) or None
+
+
 def _note_wait(waits: deque[tuple[float, float]], now: float, beat: ServiceHeartbeat) -> None:
     """Add the time spent waiting, and forget what is older than the window."""
-    if beat.phase not in ("running", "waiting"):
+    if beat.phase not in _TRAINING_PHASES:
         waits.clear()
     elif isinstance(beat.report, TargetReport):
         waits.append((now, beat.report.blocked_seconds))

@@ -164,6 +164,25 @@ class AlarmStatus(Model):
     text: str
 
 
+class OverdueStatus(Model):
+    """A service that is silent or stalled, and who waits for it."""
+
+    service: ServiceKind
+    instance: str
+    pid: int
+    host: str
+    condition: Literal["silent", "stalled"]
+    phase: Phase
+    age_seconds: float
+    """Since its last heartbeat where it is silent, since its last progress where it is stalled."""
+    last_step: int
+    """Of a worker its last optimizer step, of a target its rows, of an evaluator its passes."""
+    waiting: tuple[str, ...]
+    """Live peers that have nothing to do meanwhile."""
+    text: str
+    """All of it in one line."""
+
+
 class BottleneckStatus(Model):
     """Which side holds the run back."""
 
@@ -197,6 +216,7 @@ class Status(Model):
     evaluators: tuple[InstanceStatus, ...]
     evaluations: tuple[EvaluationStatus, ...]
     alarms: tuple[AlarmStatus, ...]
+    overdue: tuple[OverdueStatus, ...]
     bottleneck: BottleneckStatus
     errors: tuple[ErrorStatus, ...]
     refused_messages: dict[str, int]

@@ -17,6 +17,7 @@ from common.contracts.control_messages import (
     WorkerReport,
 )
 from services.control_plane.health import find_bottleneck
+from services.control_plane.overdue import find_overdue
 from services.control_plane.registry import InstanceView, Snapshot
 from services.control_plane.status import (
     AlarmStatus,
@@ -35,7 +36,7 @@ from services.control_plane.status import (
     WorkerInstance,
 )
 
-_TRAINING_PHASES = ("running", "waiting", "draining")
+_TRAINING_PHASES = ("running", "waiting", "measuring", "saving", "draining")
 
 
 def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
@@ -65,6 +66,7 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
         evaluators=tuple(InstanceStatus(**_common(view)) for view in evaluators),
         evaluations=evaluations,
         alarms=tuple(_alarm(result) for result in evaluations if result.has_regressed),
+        overdue=find_overdue(targets, workers, evaluators),
         bottleneck=_bottleneck(targets, workers),
         errors=tuple(
             ErrorStatus(instance=error.instance, text=error.text, age_seconds=error.age_seconds)

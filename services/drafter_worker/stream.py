@@ -11,6 +11,7 @@ from pathlib import Path
 from common.contracts.sequences import Shard
 from common.errors import PeerLostError
 from common.lifecycle import lock_holder
+from common.ring.consumer import RingConsumer
 from common.ring.worker_rings import WorkerRings
 
 SILENCE_SECONDS = 5.0
@@ -26,6 +27,8 @@ class TargetWatch:
         self._directory = run_directory
         self._rings = rings
         self._timeout = timeout_seconds
+        self._told: dict[int, float] = {}
+        """How long each target that is silent had been when the log last said so."""
 
     def check(self) -> None:
         """Let go of targets that have ended; raise `PeerLostError` where no other gives rows."""
@@ -35,6 +38,8 @@ class TargetWatch:
                 _log.info("target %d has ended and its rows are trained", ring.shard.index)
                 self._rings.end_ring(ring)
         rings = self._rings.unfinished()
+        for ring in rings:
+            self._tell(ring)
         lost = [ring for ring in rings if ring.silent_seconds > self._timeout]
         if lost and not any(ring not in lost and not ring.is_settled for ring in rings):
             raise PeerLostError(
@@ -42,6 +47,27 @@ class TargetWatch:
                 f"{min(ring.silent_seconds for ring in lost):.0f} s, expected at most "
                 f"{self._timeout:g}; see its log, or raise training.target_timeout_seconds"
             )
+
+    def _tell(self, ring: RingConsumer) -> None:
+        """Name a target that the worker waits for, each time that its silence has doubled."""
+        index, silence = ring.shard.index, ring.silent_seconds
+        patience = START_SECONDS if ring.known_schema is None else SILENCE_SECONDS
+        if silence <= patience:
+            if self._told.pop(index, None) is not None:
+                _log.info("target %d speaks again", index)
+        elif silence > 2 * self._told.get(index, 0.0):
+            self._told[index] = silence
+            _log.warning("waits for %s, silent for %.0f s", self._describe(ring), silence)
+
+    def _describe(self, ring: RingConsumer) -> str:
+        """Return who owns a ring, by its lock: its pid, and the last of its rows that are trained."""
+        pid = lock_holder(self._directory / f"target-{ring.shard.index}.lock")
+        who = f"pid {pid}" if pid is not None else "which has ended: no process holds its lock"
+        known = ring.consumed
+        last = max((*known.above, known.low - 1))
+        if last < 0:
+            return f"target {ring.shard.index} ({who}, no row of it trained)"
+        return f"target {ring.shard.index} ({who}, last row trained {ring.shard.to_global(last)})"
 
 
 def stream_is_over(run_directory: Path, shard: Shard) -> bool:

@@ -12,11 +12,12 @@ Checkpoints, measures and lines of metrics come at multiples of their intervals,
 parts the visits of a row: on a CPU, what follows a resume is bit-equal to what a straight run does.
 """
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -240,16 +241,26 @@ class DrafterWorker:
         if not self._config.held_out.prompts or self._measured_step == step:
             return
         self._measured_step = step
-        self._held_out = self._held_out or self._parts.open_held_out()
-        if self._held_out is None:
-            return
-        meter.held_out, meter.held_out_step = self._held_out.measure(), step
+        with self._in_phase("measuring"):
+            self._held_out = self._held_out or self._parts.open_held_out()
+            if self._held_out is None:
+                return
+            meter.held_out, meter.held_out_step = self._held_out.measure(), step
         figures = [record.model_dump() for record in meter.held_out]
         self._write_metrics(held_out=figures)
         _log.info(
             "step %d held out: %.3f tokens a pass over %d answers",
             step, meter.held_out[0].acceptance_length, meter.held_out[0].num_answers,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
+        """Say that what goes on is no step, so that nobody misses the progress of one."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def _commit_rest(self) -> None:
         """Step with what has been accumulated, and make it durable."""
@@ -293,7 +304,8 @@ class DrafterWorker:
             TrainerState(**asdict(progress), consumed=consumed, sums=sums),
             {**parts.run, "step": progress.step},
         )
-        path = self._write_with_patience(save)
+        with self._in_phase("saving"):
+            path = self._write_with_patience(save)
         self._saved_step = progress.step
         parts.meter.checkpoint = str(path)
         _log.info("checkpoint %s", path)

@@ -113,6 +113,20 @@ def status(run: RunDirectory = None) -> None:
 
 
 @app.command()
+def stacks(
+    instance: Annotated[
+        str | None,
+        typer.Argument(help="As `status` names it; default: all that are stalled or silent."),
+    ] = None,
+    run: RunDirectory = None,
+) -> None:
+    """Have services of a live run write what each of their threads is at into their logs."""
+    from services.launcher.stacks import ask_for_stacks
+
+    _finish(lambda _: ask_for_stacks(run, instance))
+
+
+@app.command()
 def regenerate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
     """Have the target, or a server that serves it, write answers to prompts."""
     _become("services.target_server.regenerate", config, settings, dry_run)

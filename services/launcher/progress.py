@@ -19,6 +19,8 @@ _FETCH_SECONDS = 0.5
 _TIMEOUT_SECONDS = 2.0
 _LINE_SECONDS = 5.0
 _ENDS = ("consumed", "skipped", "poison")
+# A loaded machine is late with some heartbeats; and a process that ends is told by who started it.
+_SILENCE_SECONDS = 10.0
 
 
 class StatusFeed:
@@ -63,6 +65,8 @@ class ProgressView:
         self._task = self._bar.add_task("waiting", total=None, figures="")
         self._last_line = ""
         self._has_address = False
+        self._overdue: dict[tuple[str, int], str] = {}
+        """Condition of each overdue service that was named, by instance and pid."""
         self._line_at = 0.0
 
     def __enter__(self) -> "ProgressView":
@@ -89,12 +93,30 @@ class ProgressView:
         if not self._has_address:
             self._has_address = True
             self.say(f"status at {control_url(self._feed.directory)}/status")
+        self._name_overdue(status["overdue"])
         done, total = rows_trained(status), status["target"]["total_rows"]
         figures = describe(status)
         self._bar.update(self._task, description=status["run"]["state"], completed=done,
                          total=total, figures=figures)  # fmt: skip
         if not self._is_terminal:
             self._print_line(f"{status['run']['state']}: {done}/{total or '?'} rows, {figures}")
+
+    def _name_overdue(self, overdue: list[dict[str, Any]]) -> None:
+        """Say once of each who is stalled or silent, and when that is over."""
+        late = {
+            (entry["instance"], entry["pid"]): entry
+            for entry in overdue
+            if entry["condition"] == "stalled" or entry["age_seconds"] >= _SILENCE_SECONDS
+        }
+        for key, entry in late.items():
+            if self._overdue.get(key) != entry["condition"]:
+                self._overdue[key] = entry["condition"]
+                self.say(
+                    f"{entry['text']}; what it does: ringdraft stacks {entry['instance']} "
+                    f"--run {self._feed.directory}"
+                )
+        for key in set(self._overdue) - set(late):
+            self.say(f"{key[0]} (pid {key[1]}) is no longer {self._overdue.pop(key)}")
 
     def _print_line(self, line: str) -> None:
         now = time.monotonic()

@@ -56,6 +56,11 @@ def control_url(directory: Path) -> str | None:
     return url if isinstance(url, str) else None
 
 
+def control_token(directory: Path) -> str:
+    """Return the token that commands to the run's control plane need."""
+    return (directory / "control.token").read_text(encoding="utf-8").strip()
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where it is absent or not one."""
     try:

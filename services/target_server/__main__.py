@@ -44,7 +44,7 @@ def main(stop: threading.Event) -> None:
             from services.target_server.assemble import open_server
 
         try:
-            server = open_server(config, shard, summary, stop, stack)
+            server = open_server(config, shard, summary, stop, stack, late.enter)
         except TargetCheckError as error:
             late.enter("failed", str(error), failed_report(config.target.model, error.results))
             raise

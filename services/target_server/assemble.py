@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.config.shared import RunTable
+from common.contracts.control_messages import Phase
 from common.contracts.data_manifest import DATA_MANIFEST
 from common.contracts.rows import AuxDtype, RowSchema
 from common.contracts.sequences import SequenceSet, Shard
@@ -60,6 +61,7 @@ def open_server(
     summary: Path,
     stop: threading.Event,
     stack: contextlib.ExitStack,
+    enter: Callable[[Phase, str], None],
 ) -> TargetServer:
     """Load the target, check it, open the ring that carries the rows of `shard`."""
     run = config.run
@@ -92,6 +94,7 @@ def open_server(
     template = resumable_template(config, tokenizer)
     schema = make_schema(config, description, layer_ids, template)
     if shard.index == 0:
+        enter("measuring", "writes the held-out answers")
         prepare_held_out(
             config, schema, model, tap, tokenizer, is_packed=checked.is_packed, stop=stop
         )

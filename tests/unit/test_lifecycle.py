@@ -106,6 +106,19 @@ def test_a_burst_of_signals_is_one_request() -> None:
     assert (code, out) == (0, "stopping\n")
 
 
+def test_a_signal_has_the_stacks_written_and_nothing_ended() -> None:
+    process = start(WAITER.format(after="return 0"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    for line in process.stderr:
+        if " in main" in line:
+            break
+    else:
+        raise AssertionError("it has ended")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[:2] == (0, "stopping\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [("ConfigError('no such key')", 2), ("SegmentError('no room')", 1), ("ValueError('odd')", 1)],

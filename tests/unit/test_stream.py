@@ -1,6 +1,8 @@
 """When a worker has nothing to wait for."""
 
 import json
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,3 +141,38 @@ def test_a_worker_goes_on_without_a_target_that_has_ended(
         target.end(-1)
         wait_until(lambda: rings.is_drained, "target 1 has no row")
         watch.check()
+
+
+def test_a_target_that_is_waited_for_is_named_with_pid_and_last_row(
+    tmp_path: Path,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(stream, "SILENCE_SECONDS", 0.3)
+    rings = connect(2)
+    watch = TargetWatch(tmp_path, rings, 600.0)
+    lock = FileLock(tmp_path / "target-1.lock", "a target").acquire("")
+    with open_target(tmp_path, shards_of(2)[1]) as target:
+        publish(target, 1)
+        lease = rings.acquire(60.0)
+        assert lease is not None
+        lease.release()
+        rings.mark_consumed({1})
+        rings.return_buffer(1)
+        watch.check()
+    ring = rings.rings[1]
+    wait_until(lambda: ring.silent_seconds > 0.3, "target 1 is silent")
+    watch.check()
+    watch.check()
+    (line,) = [record.getMessage() for record in caplog.records if "waits for" in record.message]
+    assert f"waits for target 1 (pid {os.getpid()}, last row trained 1), silent for" in line
+    lock.release()
+    wait_until(lambda: ring.silent_seconds > 1.0, "its silence has doubled")
+    watch.check()
+    assert "target 1 (which has ended: no process holds its lock" in caplog.text
+    with open_target(tmp_path, shards_of(2)[1]):
+        wait_until(lambda: ring.silent_seconds < 0.3, "target 1 is back")
+        watch.check()
+    assert "target 1 speaks again" in caplog.text
