@@ -113,6 +113,17 @@ def status(run: RunDirectory = None) -> None:
 
 
 @app.command()
+def top(
+    run: RunDirectory = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Show the figures of a live run as they change, until q or Ctrl-C."""
+    from services.launcher.top import show_frame, watch_run
+
+    _finish(lambda stop: show_frame(run) if once else watch_run(run, stop))
+
+
+@app.command()
 def stacks(
     instance: Annotated[
         str | None,

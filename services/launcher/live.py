@@ -12,6 +12,7 @@ from rich.table import Table
 
 from common.errors import ConfigError, RingdraftError
 from common.lifecycle import EXIT_CLEAN
+from services.launcher.figures import absence, counts, number, share
 from services.launcher.progress import describe, fetch_status, rows_trained
 from services.launcher.rundir import STOP_NAME, find_run, launcher_pid
 
@@ -85,13 +86,13 @@ def _services(status: dict[str, Any]) -> Table:
     for view in status["target"]["instances"]:
         report = view["report"] or {}
         table.add_row(view["instance"], view["phase"], view["condition"],
-                      _number(report.get("tokens_per_second"), 0), _share(view["blocked_share"]),
+                      number(report.get("tokens_per_second"), 0), share(view["blocked_share"]),
                       "", "", view["detail"])  # fmt: skip
     for view in status["workers"]:
         report = view["report"] or {}
         table.add_row(view["instance"], view["phase"], view["condition"],
-                      _number(report.get("tokens_per_second"), 0), _share(view["starved_share"]),
-                      _number(report.get("step"), 0), _number(report.get("loss"), 4),
+                      number(report.get("tokens_per_second"), 0), share(view["starved_share"]),
+                      number(report.get("step"), 0), number(report.get("loss"), 4),
                       view["detail"])  # fmt: skip
     for view in status["evaluators"]:
         table.add_row(
@@ -105,11 +106,11 @@ def _groups(status: dict[str, Any]) -> Table:
                    "acceptance length", "best", "held out", "last checkpoint")  # fmt: skip
     for group in status["groups"]:
         table.add_row(group["group"], str(group["num_live_workers"]), str(group["step"]),
-                      str(group["trained_rows"]), _number((group["account"] or {}).get("skipped"), 0),
-                      _number(group["loss"], 4), _number(group["accepted_prefix_length"], 3),
-                      _number(group["acceptance_length"], 3),
-                      _number(group["best_acceptance_length"], 3),
-                      _number(group["held_out_acceptance_length"], 3),
+                      str(group["trained_rows"]), number((group["account"] or {}).get("skipped"), 0),
+                      number(group["loss"], 4), number(group["accepted_prefix_length"], 3),
+                      number(group["acceptance_length"], 3),
+                      number(group["best_acceptance_length"], 3),
+                      number(group["held_out_acceptance_length"], 3),
                       group["last_checkpoint"])  # fmt: skip
     return table
 
@@ -119,9 +120,9 @@ def _rings(status: dict[str, Any]) -> Table:
                    "groups without a worker")  # fmt: skip
     for ring in status["rings"]:
         table.add_row(ring["instance"], ring["transport"], ring["transport_reason"],
-                      _counts(ring["slots"]), _counts(ring["deliveries"]),
-                      _number(ring["oldest_lease_seconds"], 1),
-                      ", ".join(map(_absence, ring["absent_groups"])))  # fmt: skip
+                      counts(ring["slots"]), counts(ring["deliveries"]),
+                      number(ring["oldest_lease_seconds"], 1),
+                      ", ".join(map(absence, ring["absent_groups"])))  # fmt: skip
     return table
 
 
@@ -139,24 +140,7 @@ def _evaluations(status: dict[str, Any]) -> Table:
     )
     for result in status["evaluations"]:
         table.add_row(result["group"], str(result["index"]), str(result["step"]), result["arm"],
-                      f"{result['temperature']:g}", _number(result["acceptance_length"], 3),
-                      _number(result["replay_acceptance_length"], 3),
-                      _number(result["speedup"], 2))  # fmt: skip
+                      f"{result['temperature']:g}", number(result["acceptance_length"], 3),
+                      number(result["replay_acceptance_length"], 3),
+                      number(result["speedup"], 2))  # fmt: skip
     return table
-
-
-def _absence(group: dict[str, Any]) -> str:
-    state = "detached" if group["is_detached"] else f"{group['num_waiting']} rows wait"
-    return f"{group['group']} ({state}, {group['absent_seconds']:.0f} s)"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())

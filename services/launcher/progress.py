@@ -28,6 +28,8 @@ class StatusFeed:
 
     def __init__(self, directory: Path) -> None:
         self.latest: dict[str, Any] | None = None
+        self.is_answered = False
+        """Whether the last fetch brought `latest`."""
         self.directory = directory
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-feed", daemon=True)
@@ -46,8 +48,15 @@ class StatusFeed:
         self._thread.join(_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
-        while not self._stop.wait(_FETCH_SECONDS):
-            self.latest = fetch_status(self.directory) or self.latest
+        while True:
+            self.fetch()
+            if self._stop.wait(_FETCH_SECONDS):
+                return
+
+    def fetch(self) -> None:
+        """Ask once; what was seen before stays where nobody answers."""
+        status = fetch_status(self.directory)
+        self.latest, self.is_answered = status or self.latest, status is not None
 
 
 class ProgressView:
