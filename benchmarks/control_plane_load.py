@@ -4,7 +4,7 @@
 
 A control plane in a process of its own; a target and `--workers` workers, simulated by full heartbeats
 over real sockets from another process, `--beats` a second in all; scrapers on /metrics, /status and
-/healthz, each in a thread, a request every 50 ms, and four event streams, as four open pages would have.
+/healthz, each in a process, a request every 50 ms, and four event streams, as four open pages would have.
 
 Lost heartbeats are those that were sent and neither counted by the registry (each session's last number
 is in its reply) nor answered. Latencies are of the scraper, connection kept open.
@@ -20,15 +20,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
 import zmq
 
 from benchmarks.script import positive
+from benchmarks.tiny_ring import pause
 from common.contracts.codec import encode
 from common.contracts.control_messages import SERVICE_DECODER, ServiceHeartbeat
 from services.control_plane.examples import example_heartbeats
@@ -106,21 +106,35 @@ def _receive(poller: zmq.Poller, answered: dict[int, int], timeout_ms: int) -> i
     return num_answers
 
 
-def scrape(url: str, route: str, stop: threading.Event, seconds: list[float]) -> None:
-    """Ask for a route again and again, and note how long each answer took."""
-    with httpx.Client(base_url=url, timeout=30) as http:
-        while not stop.wait(_SCRAPE_SECONDS):
-            began_at = time.perf_counter()
-            http.get(route).raise_for_status()
-            seconds.append(time.perf_counter() - began_at)
+def scrape(address: str, route: str, seconds: float, results: str) -> None:
+    """Ask for a route again and again, and write down how long each answer took, in seconds."""
+    http = HTTPConnection(address, timeout=30)
+    deadline = time.monotonic() + seconds
+    taken = []
+    while time.monotonic() < deadline:
+        began_at = time.perf_counter()
+        http.request("GET", route)
+        answer = http.getresponse()
+        answer.read()
+        taken.append(time.perf_counter() - began_at)
+        assert answer.status == 200, answer.status
+        pause(_SCRAPE_SECONDS)
+    http.close()
+    Path(results).write_text(json.dumps(taken), encoding="utf-8")
 
 
-def watch(url: str, stop: threading.Event) -> None:
-    """Read the event stream, as an open page does."""
-    with httpx.Client(base_url=url, timeout=30) as http, http.stream("GET", "/events") as events:
-        for _ in events.iter_lines():
-            if stop.is_set():
-                return
+def watch(address: str, seconds: float) -> None:
+    """Read event streams, as open pages do, and look at nothing."""
+    lines = [HTTPConnection(address, timeout=30) for _ in range(_PAGES)]
+    for line in lines:
+        line.request("GET", "/events")
+    answers = [line.getresponse() for line in lines]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for answer in answers:
+            answer.read1(1 << 20)
+    for line in lines:
+        line.close()
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -131,19 +145,20 @@ def percentile(values: list[float], share: float) -> float:
 def measure(num_workers: int, seconds: float, rate: float) -> dict[str, object]:
     """Run the load and return the figures."""
     with tempfile.TemporaryDirectory(prefix="ringdraft-bench-") as name:
-        process, url, start_seconds = start(Path(name))
+        directory = Path(name)
+        process, url, start_seconds = start(directory)
         try:
-            results = Path(name) / "simulated.json"
-            arguments = (name, num_workers, rate, seconds, str(results))
-            load = multiprocessing.get_context("spawn").Process(target=simulate, args=arguments)
-            load.start()
-            latencies = _scrape_until(load.join, url)
+            run_load(directory, url.removeprefix("http://"), num_workers, rate, seconds)
             cpu = _cpu_seconds(process.pid)
             refused = httpx.get(f"{url}/status").json()["refused_messages"]
-            outcome = json.loads(results.read_text(encoding="utf-8"))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+        outcome = json.loads(_results(directory, "beats").read_text(encoding="utf-8"))
+        taken = {
+            route: json.loads(_results(directory, route[1:]).read_text(encoding="utf-8"))
+            for route in _ROUTES
+        }
     return {
         "seconds_to_serve": round(start_seconds, 3),
         "workers": num_workers,
@@ -152,30 +167,34 @@ def measure(num_workers: int, seconds: float, rate: float) -> dict[str, object]:
         "refused": refused,
         "beats_a_minute": round(60 * outcome["sent"] / outcome["seconds"]),
         "control_plane_cores": round(cpu / outcome["seconds"], 3),
+        "load_average": os.getloadavg()[0],
         **{
-            f"{route} {label}": percentile(latencies[route], share)
+            f"{route} {label}": percentile(taken[route], share)
             for route in _ROUTES
             for label, share in (("p50_ms", 0.5), ("p99_ms", 0.99), ("max_ms", 1.0))
         },
-        "requests": {route: len(latencies[route]) for route in _ROUTES},
+        "requests": {route: len(taken[route]) for route in _ROUTES},
     }
 
 
-def _scrape_until(wait: Callable[[], None], url: str) -> dict[str, list[float]]:
-    stop = threading.Event()
-    latencies: dict[str, list[float]] = {route: [] for route in _ROUTES}
-    threads = [
-        threading.Thread(target=scrape, args=(url, route, stop, latencies[route]))
+def run_load(directory: Path, address: str, num_workers: int, rate: float, seconds: float) -> None:
+    """Run everyone who asks something of the control plane, each in a process, to the end."""
+    spawn = multiprocessing.get_context("spawn").Process
+    beats = (str(directory), num_workers, rate, seconds, str(_results(directory, "beats")))
+    clients = [spawn(target=simulate, args=beats), spawn(target=watch, args=(address, seconds))]
+    clients += [
+        spawn(target=scrape, args=(address, route, seconds, str(_results(directory, route[1:]))))
         for route in _ROUTES
     ]
-    threads += [threading.Thread(target=watch, args=(url, stop)) for _ in range(_PAGES)]
-    for thread in threads:
-        thread.start()
-    wait()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    return latencies
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+        assert client.exitcode == 0, client.exitcode
+
+
+def _results(directory: Path, name: str) -> Path:
+    return directory / f"{name}.json"
 
 
 def _cpu_seconds(pid: int) -> float:
