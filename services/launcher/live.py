@@ -63,6 +63,8 @@ def show_status(given: Path | None) -> int:
     for table in (_services(status), _groups(status), _rings(status), _evaluations(status)):
         if table.row_count:
             console.print(table)
+    for entry in status["overdue"]:
+        console.print(entry["text"])
     for alarm in status["alarms"]:
         console.print(f"alarm at step {alarm['step']} of {alarm['group']}: {alarm['text']}")
     for error in status["errors"]:

@@ -197,12 +197,13 @@ def test_it_goes_on_without_a_control_plane_and_says_so(
 def test_one_frame_ends_by_itself(served: Served, line: Line) -> None:
     beat_all(line)
     served.until(lambda status: status["evaluators"])
-    for width in (40, 80, 160):
+    for width in (24, 40, 80, 160):
         code, lines = once(served.directory, width)
         assert code == 0
         assert lines[0].startswith("demo ")
         assert any(text.startswith("main-0") for text in lines)
         assert all(cell_len(text) <= width for text in lines)
+        assert any(text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in lines) == (width == 24)
     served.close()
     code, lines = once(served.directory, 80)
     assert (code, lines) == (1, ["control plane not reachable, trying again"])
