@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
 """Prefix of the name that a folder has between its removal and its successor's arrival."""
 _CHUNK_BYTES = 1 << 16
+_STEP = re.compile(r"step-(\d+)")
 
 
 @contextlib.contextmanager
@@ -36,6 +38,16 @@ def whole_folder(final: Path, *, replace: bool = False, writer: str = "") -> Ite
         _sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def step_folders(series: Path) -> list[Path]:
+    """Return a series' checkpoints, `step-<number>`, lowest first; other names, as of copies, are not its."""
+    return sorted((p for p in series.glob("step-*") if _STEP.fullmatch(p.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number in the name of one of `step_folders`."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def restore_replaced(aside: Path, final: Path) -> None:

@@ -29,7 +29,7 @@ from services.drafter_worker.build import (
     describe_run,
     wait_for_schema,
 )
-from services.drafter_worker.checkpoint import CheckpointStore
+from services.drafter_worker.checkpoint import CheckpointStore, refuse_other_series
 from services.drafter_worker.compile_cache import CompileTurn
 from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed
@@ -117,6 +117,8 @@ def open_store(config: WorkerConfig, index: int) -> CheckpointStore:
     group = config.training.group
     is_synced = config.groups[group].is_synced
     own = config.run.directory / "checkpoints" / group / str(0 if is_synced else index)
+    if is_synced:
+        refuse_other_series(own)
     return CheckpointStore(own, config.training.keep_checkpoints, is_shared=is_synced)
 
 

@@ -21,10 +21,16 @@ from torch import Tensor
 
 from common.contracts.record import Record
 from common.contracts.sequences import SequenceSet
-from common.errors import CheckpointError, DiskFullError
-from common.folders import REPLACED, UNFINISHED, is_disk_full, restore_replaced, whole_folder
-
-_STEP_PREFIX = "step-"
+from common.errors import CheckpointError, ConfigError, DiskFullError
+from common.folders import (
+    REPLACED,
+    UNFINISHED,
+    is_disk_full,
+    restore_replaced,
+    step_folders,
+    step_of,
+    whole_folder,
+)
 
 
 class TrainerState(Record):
@@ -69,7 +75,7 @@ class CheckpointStore:
             DiskFullError: there is no space; nothing of it is left, and no other is touched.
             CheckpointError: it cannot be written for another reason, with the same effect.
         """
-        final = self._directory / f"{_STEP_PREFIX}{state.step:06d}"
+        final = self._directory / f"step-{state.step:06d}"
         try:
             if self._writer:
                 self._remove_leftovers()
@@ -93,11 +99,11 @@ class CheckpointStore:
         """Return the step of the newest whole checkpoint, -1 without one; bring back a cut-off one."""
         self._restore_replaced()
         newest = self.newest()
-        return _step_of(newest) if newest is not None else -1
+        return step_of(newest) if newest is not None else -1
 
     def newest(self) -> Path | None:
         """Return the newest whole checkpoint."""
-        steps = self._steps()
+        steps = step_folders(self._directory)
         return steps[-1] if steps else None
 
     def _remove_leftovers(self) -> None:
@@ -115,15 +121,27 @@ class CheckpointStore:
         return bool(self._writer) and is_alive(leftover.suffix.removeprefix("."))
 
     def _prune(self) -> None:
-        steps = self._steps()
+        steps = step_folders(self._directory)
         first = steps[:1] if steps and steps[0].name.endswith("000000") else []
         best = (self._directory / "best").resolve()  # a link that the evaluator keeps
         for old in steps[len(first) : -self._keep]:
             if old.resolve() != best:
                 shutil.rmtree(old)
 
-    def _steps(self) -> list[Path]:
-        return sorted(self._directory.glob(f"{_STEP_PREFIX}*"), key=_step_of)
+
+def refuse_other_series(series: Path) -> None:
+    """Raise `ConfigError` where the group's workers have trained drafters of their own.
+
+    Rows that only those have would count as rows of the one drafter which goes on.
+    """
+    others = [str(path) for path in sorted(series.parent.glob("*")) if step_folders(path)]
+    if unlike := [path for path in others if path != str(series)]:
+        raise ConfigError(
+            f"checkpoints of a group with sync: got {', '.join(unlike)} beside {str(series)!r}, "
+            f"expected that one alone, since the rows that the others list are not in its weights; "
+            f"set groups.<name>.sync to 'none' as it was, move the others away, so that their rows "
+            f"come again, or choose another run.directory"
+        )
 
 
 def read_trainer(checkpoint: Path) -> tuple[dict[str, Tensor], TrainerState]:
@@ -166,7 +184,3 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def is_alive(pid: str) -> bool:
     """Whether a process of this number runs."""
     return pid.isdecimal() and Path(f"/proc/{pid}").exists()
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_STEP_PREFIX))

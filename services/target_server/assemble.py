@@ -21,6 +21,7 @@ from common.contracts.rows import AuxDtype, RowSchema
 from common.contracts.sequences import SequenceSet, Shard
 from common.errors import ConfigError
 from common.float8 import check_device
+from common.folders import step_folders
 from common.lifecycle import write_atomically
 from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
@@ -250,8 +251,7 @@ def committed_rows(run: RunTable, group: str) -> SequenceSet:
 
 def _newest_checkpoints(run: RunTable, group: str) -> Iterator[Path]:
     for worker in sorted((run.directory / "checkpoints" / group).glob("*")):
-        steps = sorted(worker.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-        if steps:
+        if steps := step_folders(worker):
             yield steps[-1]
 
 

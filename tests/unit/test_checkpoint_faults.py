@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config.loading import load
+from common.config.shared import RunTable
 from common.contracts.sequences import SequenceSet
 from common.disk import write_with_patience
 from common.drafters.dflash.checkpoint import write_drafter
 from common.errors import ConfigError, DiskFullError
 from common.folders import append_whole
+from services.drafter_worker.assemble import open_store
 from services.drafter_worker.build import build_trainee
 from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import WorkerConfig
+from services.target_server.assemble import committed_rows
 from services.target_server.counts import SkipCounts
 from services.target_server.cursors import Cursor, Cursors
 from tests.targets import make_tiny_target
@@ -76,6 +80,36 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path, target: Path) ->
     assert trainee.sums == state_at(5).sums
     assert trainee.template_fingerprint == "t"
     assert trainee.is_resumed
+
+
+@pytest.mark.parametrize("name", ["step-000005-good", "step-000009.bak", "step-notes"])
+def test_a_copy_under_another_name_is_no_checkpoint_and_stays(
+    tmp_path: Path, target: Path, name: str
+) -> None:
+    series = tmp_path / "checkpoints" / "main" / "0"
+    store = CheckpointStore(series, 1)
+    shutil.copytree(save(store, target, 5), series / name)
+    assert store.newest() == series / "step-000005"
+    save(store, target, 6)
+    assert sorted(path.name for path in series.iterdir()) == sorted([name, "step-000006"])
+    assert committed_rows(RunTable(directory=tmp_path), "main") == CONSUMED
+
+
+def test_drafters_of_their_own_beside_that_of_a_synced_group_are_refused(
+    tmp_path: Path, target: Path
+) -> None:
+    """Rows that only those have would count as trained."""
+    first, second = (tmp_path / "checkpoints" / "main" / index for index in "01")
+    CheckpointStore(second, 2)
+    settings = [f"run.directory={tmp_path}", "groups.main.sync=allreduce"]
+    save(open_store(config_for(target, *settings), 1), target, 5)
+    save(CheckpointStore(second, 2), target, 5)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"main/1 beside '.*main/0'.*move the others away"):
+        open_store(config_for(target, *settings), 0)
+    open_store(config_for(target, settings[0]), 1)
+    assert contents(tmp_path) == before
+    assert first.is_dir()
 
 
 def cut(path: Path) -> None:
