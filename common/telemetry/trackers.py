@@ -67,8 +67,12 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = directory / "tensorboard" / instance
-        self._writer: Any = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+        self._writer: Any = None
         self._is_lost = False
+        try:
+            self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+        except OSError as error:
+            self._lose(error)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add an event; one that says where training goes on hides the lost steps."""
@@ -85,6 +89,8 @@ class TensorBoard:
 
     def close(self) -> None:
         """Flush, and end the writer's thread."""
+        if self._writer is None:
+            return
         try:
             self._writer.close()
         except OSError as error:

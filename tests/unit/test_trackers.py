@@ -58,6 +58,14 @@ def test_lines_outlive_a_tracker_that_cannot_write(tmp_path: Path, caplog: Any) 
     assert [json.loads(line)["loss"] for line in lines] == [1.0, 2.0]
 
 
+def test_lines_outlive_a_tracker_that_cannot_begin(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "tensorboard").write_text("a file where its folder would be")
+    with open_log(tmp_path) as log:
+        log.write(1, loss=1.0)
+    assert caplog.text.count("events cannot be written and end here") == 1
+    assert len((tmp_path / "metrics" / "main-0.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_torn_line_is_cut_off_when_the_file_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics" / "main-0.jsonl"
     with MetricsLog(path) as log:
