@@ -137,6 +137,14 @@ def test_tensors_that_do_not_belong_are_named_with_the_rest(tmp_path: Path, targ
         assert words in message, message
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_quantized_tensors_are_named(tmp_path: Path, target: Path, dtype: torch.dtype) -> None:
+    origin = tmp_path / "origin"
+    weights = write_origin(origin, spec_for(target))
+    save_file(weights | {"fc.weight": weights["fc.weight"].to(dtype)}, origin / "model.safetensors")
+    assert f"fc.weight has elements of {dtype}" in refusal(origin, target)
+
+
 def test_embedding_and_head_of_the_target_itself_are_passed_over(
     tmp_path: Path, target: Path
 ) -> None:

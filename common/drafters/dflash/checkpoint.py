@@ -23,6 +23,7 @@ from common.errors import CheckpointError
 
 WeightsDtype = Literal["bfloat16", "float32"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def write_drafter(
@@ -149,8 +150,15 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def tensor_misfits(drafter: DFlashDrafter, weights: dict[str, Tensor]) -> list[str]:
-    """Name each tensor that is missing, not known, or of another shape."""
-    return _shape_misfits(drafter, {name: tuple(x.shape) for name, x in weights.items()})
+    """Name each tensor that is missing, not known, of another shape, or no plain floating point."""
+    return [
+        *_shape_misfits(drafter, {name: tuple(x.shape) for name, x in weights.items()}),
+        *(
+            f"{name} has elements of {x.dtype}, expected float32, bfloat16 or float16"
+            for name, x in sorted(weights.items())
+            if name in drafter.state_dict() and x.dtype not in _PLAIN
+        ),
+    ]
 
 
 def check_tensors(directory: Path, spec: DrafterSpec) -> None:
