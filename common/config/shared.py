@@ -27,9 +27,9 @@ def _short_enough(directory: Path) -> Path:
 
 
 def _plain_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", name):
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}", name):
         raise ValueError(
-            f"got {name!r}, expected 1 to 40 letters, digits, dots, dashes, underscores"
+            f"got {name!r}, expected 1 to 40 letters, digits, dots, dashes, underscores, no dot first"
         )
     return name
 
@@ -270,5 +270,6 @@ class ControlPlaneTable(Table):
 
 
 Groups = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], GroupTable], Field(min_length=1)
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}$")], GroupTable],
+    Field(min_length=1),
 ]

@@ -50,6 +50,14 @@ def refusal(file: Path, *settings: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a b", "a/b"])
+def test_a_name_that_leaves_its_folder_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="groups"):
+        load(LauncherConfig, [file], [f"groups.{json.dumps(name)}.workers=1"], {})
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        load(LauncherConfig, [file], [f"run.name={name}"], {})
+
+
 def test_each_worker_reads_the_tables_of_its_group_over_those_of_the_run(file: Path) -> None:
     narrow, wide = worker(file, "narrow"), worker(file, "wide")
     assert (narrow.drafter.block_size, wide.drafter.block_size) == (4, 8)
