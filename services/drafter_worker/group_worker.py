@@ -346,11 +346,12 @@ class GroupWorker(DrafterWorker):
         lineage = self._lineage
         if lineage.step <= lineage.saved_step:
             return False
+        steps = self._config.training.checkpoint_steps
         is_end = any(w.is_leaving for w in words.all) or all(w.is_settled for w in words.all)
         return (
             is_end
             or any(word.must_save for word in words.all)
-            or lineage.step - lineage.saved_step >= self._config.training.checkpoint_steps
+            or lineage.step // steps > max(lineage.saved_step, 0) // steps
         )
 
     def _save(self) -> None:
