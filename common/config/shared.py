@@ -197,13 +197,13 @@ class GroupTable(Table):
     averaged every `sync_steps`; `allreduce`, each step has the gradients of all. Both need torchft."""
     sync_steps: int = Field(default=50, ge=1)
     """Optimizer steps of a worker between two averages of `local_sgd`."""
-    sync_wait_seconds: float = Field(default=2.0, gt=0)
+    sync_wait_seconds: float = Field(default=2.0, gt=0, le=86_400)
     """How long a worker waits for a row before it meets the others without one."""
-    sync_lease_seconds: float = Field(default=5.0, ge=0.5)
+    sync_lease_seconds: float = Field(default=5.0, ge=0.5, le=86_400)
     """Silence after which a worker is no member: a dead or stopped one holds the others up so long."""
-    sync_patience_seconds: float = Field(default=60.0, gt=0)
+    sync_patience_seconds: float = Field(default=60.0, gt=0, le=86_400)
     """How long the others wait at a meeting for a worker that lives and does not come."""
-    sync_transfer_seconds: float = Field(default=15.0, gt=0)
+    sync_transfer_seconds: float = Field(default=15.0, gt=0, le=86_400)
     """How long one exchange may take before the members are counted again."""
 
     @model_validator(mode="before")

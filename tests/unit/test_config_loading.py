@@ -54,6 +54,12 @@ def refusal(settings: list[str], files: list[Path] | None = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "Infinity"])
+def test_a_number_that_is_none_is_refused_by_name(text: str) -> None:
+    """Timers would overflow on it, and no JSON can hold it."""
+    assert "run.rate" in refusal(["run.name=a", f"run.rate={text}"])
+
+
 def test_later_files_win_key_by_key(tmp_path: Path) -> None:
     first = write(tmp_path, "[run]\nname = 'a'\nnum_rows = 5\n", "first.toml")
     second = write(tmp_path, "[run]\nnum_rows = 6\n", "second.toml")
