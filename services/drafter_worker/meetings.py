@@ -106,6 +106,8 @@ class Meetings:
         self._store, self._address = _serve_store(self._timeout)
         self._store.set(_AGREEMENT, json.dumps(agreement))
         self._num_failures = 0
+        self._said = ""
+        """Why the last meeting failed; none has been held since."""
         self._client: LighthouseClient | None = None
         self._group: Any = None
         self._connected: tuple[Member, ...] = ()
@@ -148,7 +150,9 @@ class Meetings:
 
     def fail(self, error: PeerLostError) -> None:
         """A meeting failed here: the next one connects again."""
-        _log.warning("meeting failed, the members are counted again: %s", error)
+        is_news, self._said = str(error) != self._said, str(error)
+        level = logging.WARNING if is_news else logging.DEBUG  # it may fail many times a second
+        _log.log(level, "meeting failed, the members are counted again: %s", error)
         self._num_failures += 1
         self._group, self._connected, self._client = None, (), None
         self._stop.wait(_RETRY_SECONDS)
@@ -163,7 +167,7 @@ class Meetings:
                 self._group = _connect_gloo(
                     dist.PrefixStore(quorum.key, store), rank, size, self._timeout
                 )
-        self._connected = quorum.members
+        self._connected, self._said = quorum.members, ""
         _log.info("meeting %s: rank %d of %d", quorum.key, rank, size)
 
     def _reach_lighthouse(self) -> LighthouseClient:

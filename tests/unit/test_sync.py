@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from common.quorum import publish_addresses, read_address
 from common.ring.worker_protocol import WorkerProtocol
 from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import OptimizerTable, WorkerConfig
-from services.drafter_worker.meetings import Meeting
+from services.drafter_worker.meetings import Meeting, Meetings
 from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.sync import (
     HostVector,
@@ -27,7 +28,7 @@ from services.drafter_worker.sync import (
     hash_of,
     heal,
 )
-from tests.members import needs_torchft, with_members
+from tests.members import TABLE, needs_torchft, with_members
 
 
 def word(**changes: int) -> Word:
@@ -295,3 +296,14 @@ def test_the_quorum_server_s_address_is_its_owner_s_alone(tmp_path: Path) -> Non
     assert read_address(tmp_path, "other") is None
     assert (tmp_path / "quorum.json").stat().st_mode & 0o077 == 0
     assert json.loads((tmp_path / "quorum.json").read_text())["groups"].keys() == {"main"}
+
+
+def test_a_server_that_is_missing_is_said_once(tmp_path: Path, caplog: Any) -> None:
+    with Meetings(tmp_path, "main", 0, TABLE, {}) as meetings:
+        for _ in range(3):
+            with pytest.raises(PeerLostError) as caught:
+                meetings.open(0)
+            meetings.fail(caught.value)
+        meetings.fail(PeerLostError("something else"))
+    assert caplog.text.count("no quorum server in") == 1
+    assert caplog.text.count("something else") == 1
