@@ -84,7 +84,7 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
         initialise(drafter, config, target)
     else:
         _check_same_spec(newest, spec)
-        with _named_way_out():
+        with _named_way_out(newest):
             load_state(drafter, newest)
     # Masters are taken before the working weights are rounded.
     masters = [p.detach().float().clone().to(device) for p in drafter.parameters()]
@@ -97,7 +97,7 @@ def build_trainee(config: WorkerConfig, store: CheckpointStore) -> Trainee:
     sums: tuple[float, ...] = ()
     template = None
     if newest is not None:
-        with _named_way_out():
+        with _named_way_out(newest):
             tensors, state = read_trainer(newest)
             optimizer.load_state(tensors)
             template = read_run(newest).get("template_fingerprint")
@@ -271,24 +271,25 @@ def _check_template(got: str, config: WorkerConfig, trainee: Trainee) -> None:
 
 
 @contextlib.contextmanager
-def _named_way_out() -> Iterator[None]:
+def _named_way_out(checkpoint: Path) -> Iterator[None]:
     """A checkpoint that cannot be read is for the user to decide about."""
     try:
         yield
     except CheckpointError as error:
+        where = "" if str(checkpoint) in str(error) else f"checkpoint {str(checkpoint)!r}: "
         raise ConfigError(
-            f"{error}; remove that directory to go on from the one before it, or choose another "
+            f"{where}{error}; remove that directory to go on from the one before it, or choose another "
             f"run.directory"
         ) from error
 
 
 def _check_same_spec(checkpoint: Path, spec: DrafterSpec) -> None:
     # The decay of the loss is no part of the network and not in its files.
-    with _named_way_out():
+    with _named_way_out(checkpoint):
         saved = read_spec(checkpoint)
     differences = [d for d in saved.differences(spec) if "loss_decay" not in d]
     if differences:
         raise ConfigError(
             f"checkpoint {str(checkpoint)!r} is of another drafter (its value and the config's): "
-            f"{'; '.join(differences)}; choose another run.directory, or the old [drafter]"
+            f"{'; '.join(differences)}; choose another run.directory, or the old [drafter] and [target]"
         )

@@ -160,6 +160,7 @@ def test_a_partial_checkpoint_is_named_with_the_way_out(
     damage(path / file)
     message = refusal(tmp_path, target)
     assert words in message, message
+    assert str(path) in message
     assert "remove that directory to go on from the one before it" in message
 
 
@@ -179,8 +180,10 @@ def test_a_checkpoint_of_another_shape_is_named_field_by_field(
 
 
 def test_a_checkpoint_of_another_optimizer_is_named(tmp_path: Path, target: Path) -> None:
-    save(CheckpointStore(tmp_path, 2), target, 5)
-    assert "set the old optimizer.kind" in refusal(tmp_path, target, "optimizer.kind=muon")
+    path = save(CheckpointStore(tmp_path, 2), target, 5)
+    message = refusal(tmp_path, target, "optimizer.kind=muon")
+    assert "set the old optimizer.kind" in message
+    assert str(path) in message
 
 
 @pytest.mark.parametrize("writer", ["", ".999999999"])
