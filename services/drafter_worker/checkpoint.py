@@ -132,15 +132,16 @@ class CheckpointStore:
 def refuse_other_series(series: Path) -> None:
     """Raise `ConfigError` where the group's workers have trained drafters of their own.
 
-    Rows that only those have would count as rows of the one drafter which goes on.
+    Rows that only those have would count as rows of the one drafter which goes on, and do so in its
+    own checkpoint already: what all workers have settled is below its `low`.
     """
     others = [str(path) for path in sorted(series.parent.glob("*")) if step_folders(path)]
     if unlike := [path for path in others if path != str(series)]:
         raise ConfigError(
             f"checkpoints of a group with sync: got {', '.join(unlike)} beside {str(series)!r}, "
             f"expected that one alone, since the rows that the others list are not in its weights; "
-            f"set groups.<name>.sync to 'none' as it was, move the others away, so that their rows "
-            f"come again, or choose another run.directory"
+            f"set groups.<name>.sync to 'none' as it was, or choose another run.directory, where "
+            f"drafter.init_from starts with the weights of one of them"
         )
 
 

@@ -105,7 +105,9 @@ def test_drafters_of_their_own_beside_that_of_a_synced_group_are_refused(
     save(open_store(config_for(target, *settings), 1), target, 5)
     save(CheckpointStore(second, 2), target, 5)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=r"main/1 beside '.*main/0'.*move the others away"):
+    with pytest.raises(
+        ConfigError, match=r"main/1 beside '.*main/0'.*another run.directory, where"
+    ):
         open_store(config_for(target, *settings), 0)
     open_store(config_for(target, settings[0]), 1)
     assert contents(tmp_path) == before
