@@ -162,6 +162,15 @@ def doctor(config: Files = None, settings: Settings = None, dry_run: DryRun = Fa
 
 
 @app.command()
+def estimate(config: Files = None, settings: Settings = None, dry_run: DryRun = False) -> None:
+    """Print the bytes of rows and rings, and the /dev/shm that a run needs, before it starts.
+
+    Prints one JSON line on stdout at the end.
+    """
+    _become("services.target_server.estimate", config, settings, dry_run)
+
+
+@app.command()
 def inspect(
     name: Annotated[
         str,

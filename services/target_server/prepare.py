@@ -16,12 +16,11 @@ import numpy as np
 from common.config.command_line import parse
 from common.config.loading import Table
 from common.config.shared import RingTable, RunTable, TargetTable
-from common.contracts.rows import AuxDtype, RowSchema
 from common.lifecycle import run_service
-from common.ring.layout import SlotLayout
 from common.telemetry import logs
 from services.target_server.counts import SampleCounts
 from services.target_server.data_config import DataTable
+from services.target_server.estimate import row_bytes
 from services.target_server.generation_config import GenerationTable
 from services.target_server.packing import PackedRow
 from services.target_server.progress import Progress
@@ -118,28 +117,8 @@ def report(
 
 def estimate(config: PrepareConfig, num_rows: int) -> dict[str, Any]:
     """Return what rows take in the ring, by the target's config alone."""
-    from common.target.loading import describe_target, resolve_target_layer_ids
-
-    target = describe_target(config.target)
-    layer_ids = resolve_target_layer_ids(config.target, target.num_layers)
-    dtype: AuxDtype = "float8_e4m3fn" if config.ring.aux_dtype == "fp8" else "bfloat16"
-    schema = RowSchema(
-        row_tokens=config.data.row_tokens, max_documents=config.data.max_documents,
-        hidden_size=target.hidden_size, target_layer_ids=layer_ids, aux_dtype=dtype,
-        has_last_hidden_states_normed=config.target.last_hidden_states_normed, target_fingerprint="", template_fingerprint="",
-        feature_engine="",
-    )  # fmt: skip
-    slot_bytes = SlotLayout(schema).slot_bytes
-    return {
-        "target_layer_ids": list(layer_ids),
-        "hidden_size": target.hidden_size,
-        "aux_dtype": dtype,
-        "per_token": round(slot_bytes / config.data.row_tokens, 1),
-        "per_row": slot_bytes,
-        "ring": slot_bytes * config.ring.num_slots,
-        "num_slots": config.ring.num_slots,
-        "per_epoch": slot_bytes * num_rows,
-    }
+    found = row_bytes(config)
+    return {**found, "per_epoch": found["per_row"] * num_rows}
 
 
 def _percentiles(values: list[int]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The report of a dry pass as tables on stderr."""
+"""The report of a dry pass, or of an estimate, as tables on stderr."""
 
 from typing import Any
 
@@ -15,6 +15,14 @@ def show(report: dict[str, Any]) -> None:
     for table in (_summary(report), _histogram(report), _skipped(report), _bytes(report)):
         if table.row_count:
             console.print(table)
+
+
+def show_estimate(found: dict[str, Any]) -> None:
+    """Print what rows and rings take."""
+    table = _ring_bytes(found)
+    table.add_row(f"/dev/shm, {found['rings']} rings" if found["rings"] > 1 else "/dev/shm",
+                  f"{readable(found['shared_memory'])}; for containers SHM_SIZE={found['shm_size']}")  # fmt: skip
+    Console(stderr=True, highlight=False, markup=False).print(table)
 
 
 def readable(num_bytes: float) -> str:
@@ -69,12 +77,16 @@ def _skipped(report: dict[str, Any]) -> Table:
 
 
 def _bytes(report: dict[str, Any]) -> Table:
-    found = report["bytes"]
+    table = _ring_bytes(report["bytes"])
+    table.add_row("a data epoch, through the ring", readable(report["bytes"]["per_epoch"]))
+    return table
+
+
+def _ring_bytes(found: dict[str, Any]) -> Table:
     table = _table("bytes", "", "")
     table.add_row("kept layers", f"{found['target_layer_ids']}, {found['hidden_size']} wide, "
                                  f"{found['aux_dtype']}")  # fmt: skip
     table.add_row("a token", readable(found["per_token"]))
     table.add_row("a row (a slot)", readable(found["per_row"]))
     table.add_row("the ring", f"{readable(found['ring'])} in {found['num_slots']} slots")
-    table.add_row("a data epoch, through the ring", readable(found["per_epoch"]))
     return table

@@ -11,7 +11,7 @@ from rich.console import Console
 from common.config.loading import load
 from common.errors import ConfigError
 from common.target.loading import load_tokenizer
-from services.target_server import inspect, prepare
+from services.target_server import estimate, inspect, prepare
 from services.target_server.conversations import Conversations
 from services.target_server.prepare_view import readable, show
 from services.target_server.row_stream import RowStream
@@ -102,6 +102,10 @@ def test_bytes_are_those_of_the_slots(folder):
     assert found["ring"] == 3 * found["per_row"]
     assert found["per_epoch"] == 10 * found["per_row"]
     assert found["per_token"] == found["per_row"] / 128
+    rings = load(estimate.EstimateConfig, [folder / "run.toml"], ["target.replicas=2"], {})
+    shared = estimate.estimate(rings)
+    assert shared["shared_memory"] == 2 * shared["ring"] == 16 * found["per_row"]
+    assert int(shared["shm_size"].removesuffix("m")) << 20 > shared["shared_memory"]
     halved = load(prepare.PrepareConfig, [folder / "run.toml"], ["ring.aux_dtype=fp8"], {})
     assert prepare.estimate(halved, 10)["per_row"] < found["per_row"]
 
