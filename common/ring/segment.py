@@ -86,8 +86,7 @@ class HostSegment:
     @classmethod
     def _create(cls, name: str, num_slots: int, slot_bytes: int, gpu: int | None) -> "HostSegment":
         num_bytes = num_slots * slot_bytes
-        if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
-            raise ConfigError(segment_errors.too_small(SEGMENT_DIRECTORY, num_slots, slot_bytes))
+        require_room(num_slots, slot_bytes)
         path = SEGMENT_DIRECTORY / name
         descriptor = _create_locked(path)
         try:
@@ -231,6 +230,13 @@ def require_present(segment: Segment) -> None:
     """Raise `SegmentError` where an owner's segment was taken away under it."""
     if segment.is_removed():
         raise SegmentError(segment_errors.is_gone(SEGMENT_DIRECTORY / segment.ref.name))
+
+
+def require_room(num_slots: int, slot_bytes: int) -> None:
+    """Raise `ConfigError` where a ring is larger than all of /dev/shm, whatever is in it."""
+    num_bytes = num_slots * slot_bytes
+    if num_bytes > (_capacity_bytes() or num_bytes):  # 0: a tmpfs without a limit
+        raise ConfigError(segment_errors.too_small(SEGMENT_DIRECTORY, num_slots, slot_bytes))
 
 
 def reclaim_dead_segments() -> int:

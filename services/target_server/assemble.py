@@ -26,7 +26,7 @@ from common.lifecycle import write_atomically
 from common.ring.endpoint import ring_endpoint
 from common.ring.layout import SlotLayout
 from common.ring.owner import RingOwner
-from common.ring.segment import reclaim_dead_segments
+from common.ring.segment import reclaim_dead_segments, require_room
 from common.target.chat import template_fingerprint
 from common.target.features import FeatureTap
 from common.target.loading import (
@@ -83,6 +83,10 @@ def open_server(
     trial = RowStream(conversations, config.data)
     # How many rows answers will fill is not known before they are written.
     total_rows = None if kind is Prompts else trial.count_rows()
+    template = resumable_template(config, tokenizer)
+    schema = make_schema(config, description, layer_ids, template)
+    if transport.name == "host":  # before minutes of loading and checks
+        require_room(config.ring.num_slots, SlotLayout(schema).slot_bytes)
     model = load_target(config.target, run.device)
     tap = FeatureTap(model, layer_ids, keep_last_normed=config.target.last_hidden_states_normed)
     checked = check_target(
@@ -92,8 +96,6 @@ def open_server(
         mask_token_id=mask_token_id,
         is_float8=is_float8,
     )  # fmt: skip
-    template = resumable_template(config, tokenizer)
-    schema = make_schema(config, description, layer_ids, template)
     if shard.index == 0:
         enter("measuring", "writes the held-out answers")
         prepare_held_out(
