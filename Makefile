@@ -12,7 +12,7 @@ MODEL := .cache/models/SmolLM2-135M-Instruct
 ORACLES := dflash specforge speculators hs-connectors httpx2 loguru openai sniffio
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup check fix test model-check hammer test-gpu demo bench up down clean
+.PHONY: setup check fix test model-check hammer test-docker test-gpu demo bench up down clean
 
 setup: $(READY) $(MODEL)/config.json
 
@@ -52,6 +52,10 @@ model-check:
 hammer: setup
 	$(BIN)/pytest tests -m hammer
 	$(BIN)/python -m tests.fuzz_decoder --seconds 300
+
+# The compose files on a Docker engine, with images built on BASE_IMAGE. tests/docker/engine.sh finds one.
+test-docker: setup
+	$(BIN)/pytest tests/docker -m docker --capture=no --verbose -rs
 
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu

@@ -11,6 +11,7 @@ LIGHT_MODULES = (
     "services.drafter_worker.__main__",
     "services.drafter_worker.export",
     "services.target_server.__main__",
+    "services.target_server.estimate",
     "services.evaluator.__main__",
     "services.quorum_server.__main__",
     "common.ring.owner",
