@@ -56,6 +56,7 @@ start_engine() {
 
 make_base() {
     docker image inspect "$1" >/dev/null 2>&1 && { echo "$1 is there"; return; }
+    mkdir -p "$place"
     local root=$place/root wheels=$place/wheels release
     release=$(. /etc/os-release && echo "$VERSION_CODENAME")
     [ -e "$root/usr/bin/pip3" ] || debootstrap --variant=minbase \
