@@ -83,8 +83,7 @@ def open_server(
     trial = RowStream(conversations, config.data)
     # How many rows answers will fill is not known before they are written.
     total_rows = None if kind is Prompts else trial.count_rows()
-    template = resumable_template(config, tokenizer)
-    schema = make_schema(config, description, layer_ids, template)
+    schema = make_schema(config, description, layer_ids, resumable_template(config, tokenizer))
     if transport.name == "host":  # before minutes of loading and checks
         require_room(config.ring.num_slots, SlotLayout(schema).slot_bytes)
     model = load_target(config.target, run.device)
