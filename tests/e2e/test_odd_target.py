@@ -20,7 +20,9 @@ def test_a_tied_target_with_wide_grouped_heads_is_trained_resumed_and_exported(
     series = tmp_path / "run" / "checkpoints" / "main" / "0"
     newest = max(series.iterdir())
     lines = (tmp_path / "run" / "metrics" / "main-0.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
+    records = [json.loads(line) for line in lines]
+    assert sum("is_resumed" in record for record in records) == 1
+    steps = [record["step"] for record in records if "is_resumed" not in record]
     assert steps == sorted(set(steps)), "the second run went on from the first"
     for layout in ("zlab", "speculators"):
         out = tmp_path / layout
