@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.float8_loss import captured
+from benchmarks.float8_loss import captured, row_buffers
 from benchmarks.peers import specforge_model
 from common.config.loading import load
 from common.contracts.control_messages import HeldOutFigures
@@ -218,12 +218,12 @@ def capture(server: TargetServerConfig) -> tuple[RowSchema, list[RowBuffers]]:
         prepare_held_out(
             server, schema, model, tap, tokenizer, is_packed=True, stop=threading.Event()
         )
-    device, rows = torch.device(server.run.device), []
+    device = torch.device(server.run.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for row, features in captured(server, layer_ids, 1 << 30):
-        ids = (row.token_ids, row.document_ids, row.position_ids, row.loss_mask)
-        tokens, documents, positions, mask = (torch.from_numpy(x).to(device) for x in ids)
-        rows.append(RowBuffers(tokens, documents, positions, mask, features.to(device, dtype)))
+    rows = [
+        row_buffers(row, features, device, dtype)
+        for row, features in captured(server, layer_ids, 1 << 30)
+    ]
     return schema, rows
 
 

@@ -24,6 +24,7 @@ from common.drafters.dflash.objective import DFlashObjective, StagedRow
 from common.target.features import FeatureTap, run_packed
 from common.target.loading import load_target, load_tokenizer
 from common.target.weights import load_embedding_and_head
+from common.tensors import RowBuffers
 from services.drafter_worker.config import WorkerConfig
 from services.target_server.config import TargetServerConfig
 from services.target_server.conversations import Conversations
@@ -95,15 +96,21 @@ def captured(
             yield row, torch.cat([features, padding])
 
 
+def row_buffers(
+    row: PackedRow, features: Tensor, device: torch.device, dtype: torch.dtype
+) -> RowBuffers:
+    """Return a captured row on a device, as a worker's staging buffers hold it."""
+    ids = (row.token_ids, row.document_ids, row.position_ids, row.loss_mask)
+    tokens, documents, positions, mask = (torch.from_numpy(array).to(device) for array in ids)
+    return RowBuffers(tokens, documents, positions, mask, features.to(device, dtype))
+
+
 @torch.no_grad()
 def sums_of(objective: DFlashObjective, row: PackedRow, features: Tensor, seed: int) -> Tensor:
     """Return the packed sums of one row."""
-    ids = (row.token_ids, row.document_ids, row.position_ids, row.loss_mask)
-    tokens, documents, positions, mask = (
-        torch.from_numpy(array).to(features.device) for array in ids
-    )
+    buffers = row_buffers(row, features, features.device, features.dtype)
     draw = torch.tensor((seed, row.sequence, 0), device=features.device)
-    _, sums = objective(StagedRow(tokens, documents, positions, mask, features, draw))
+    _, sums = objective(StagedRow(**vars(buffers), draw=draw))
     return sums.double()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.float8_loss import captured
+from benchmarks.float8_loss import captured, row_buffers
 from common.config.loading import load
 from common.drafters.dflash.config import DrafterSpec, Precision
 from common.drafters.dflash.float8_products import float8_products
@@ -38,12 +38,10 @@ DTYPE = torch.bfloat16
 
 def capture_rows(server: TargetServerConfig, spec: DrafterSpec, count: int) -> list[RowBuffers]:
     """Return rows of the target with their features, on the GPU."""
-    rows = []
-    for row, features in captured(server, spec.target_layer_ids, count):
-        ids = (row.token_ids, row.document_ids, row.position_ids, row.loss_mask)
-        tokens, documents, positions, mask = (torch.from_numpy(array).cuda() for array in ids)
-        rows.append(RowBuffers(tokens, documents, positions, mask, features.to("cuda", DTYPE)))
-    return rows
+    return [
+        row_buffers(row, features, torch.device("cuda"), DTYPE)
+        for row, features in captured(server, spec.target_layer_ids, count)
+    ]
 
 
 def make_stepper(

@@ -1,5 +1,6 @@
 """Small whole runs for tests: a tiny random target, its data, one config file."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,8 +8,12 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from common.ring.segment import SEGMENT_DIRECTORY
 from tests.forks import FORKS, HEAVY, Fork
@@ -173,3 +178,26 @@ def _start(arguments: tuple[str | Path, ...], stdout: Path, stderr: Path) -> Pro
         return subprocess.Popen(
             [sys.executable, "-m", module, *rest], env=environment, stdout=out, stderr=err
         )
+
+
+@contextlib.contextmanager
+def watched(run: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that fills with the readings of a run's /status, from its start to its end."""
+    seen: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.1):
+            try:
+                url = json.loads((run / "control.json").read_text())["url"]
+                seen.append(httpx.get(f"{url}/status", timeout=5).json())
+            except (OSError, ValueError, httpx.HTTPError):
+                continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()

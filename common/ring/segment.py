@@ -274,6 +274,8 @@ def dead_segments() -> Iterator[tuple[Path, int]]:
                 yield path, status.st_size
         except BlockingIOError:
             continue
+        except OSError as error:
+            _log.warning("segment %s is left alone: %s", path, error.strerror)
         finally:
             os.close(descriptor)
 

@@ -3,14 +3,12 @@
 import json
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start, train
+from tests.runs import make_run, run_to_end, segments_of, start, train, watched
 
 UP = "services.launcher.cli"
 
@@ -20,27 +18,11 @@ def losses(run: Path, instance: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def watch_status(run: Path, seen: list[dict], stop: threading.Event) -> None:
-    while not stop.wait(0.2):
-        try:
-            url = json.loads((run / "control.json").read_text())["url"]
-            seen.append(httpx.get(f"{url}/status", timeout=5).json())
-        except (OSError, ValueError, httpx.HTTPError):
-            continue
-
-
 @pytest.mark.timeout(300)
 def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None:
     config = make_run(tmp_path, num_conversations=400)
-    seen: list[dict] = []
-    stop = threading.Event()
-    watcher = threading.Thread(target=watch_status, args=(tmp_path / "run", seen, stop))
-    watcher.start()
-    try:
+    with watched(tmp_path / "run") as seen:
         done = run_to_end(UP, "up", "--config", config, "--workers", "2")
-    finally:
-        stop.set()
-        watcher.join()
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["rows_published"] == summary["rows_trained"] > 100

@@ -2,16 +2,14 @@
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.runs import Process, make_run, run_to_end, segments_of, start
+from tests.runs import Process, make_run, run_to_end, segments_of, start, watched
 
 SWEEP = """
 [sweep.grid]
@@ -25,15 +23,6 @@ max_new_tokens = 12
 """
 
 
-def statuses(run: Path, seen: list[dict], stop: threading.Event) -> None:
-    while not stop.wait(0.1):
-        try:
-            url = json.loads((run / "control.json").read_text())["url"]
-            seen.append(httpx.get(f"{url}/status", timeout=5).json())
-        except (OSError, ValueError, httpx.HTTPError):
-            continue
-
-
 @pytest.mark.timeout(300)
 def test_a_sweep_trains_drafters_of_other_shapes_on_the_same_rows_and_compares_them(
     tmp_path: Path,
@@ -41,14 +30,9 @@ def test_a_sweep_trains_drafters_of_other_shapes_on_the_same_rows_and_compares_t
     config = make_run(tmp_path, num_conversations=60)
     grid = tmp_path / "grid.toml"
     grid.write_text(SWEEP.replace("HELD_OUT", str(tmp_path / "held_out.jsonl")))
-    run, seen, stop = tmp_path / "run", [], threading.Event()
-    watcher = threading.Thread(target=statuses, args=(run, seen, stop))
-    watcher.start()
-    try:
+    run = tmp_path / "run"
+    with watched(run) as seen:
         done = run_to_end("services.launcher.cli", "sweep", grid, "--config", config)
-    finally:
-        stop.set()
-        watcher.join()
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.strip().splitlines()[-1])
     assert [d["group"] for d in line["drafters"]] == ["block_size-2", "block_size-8"]

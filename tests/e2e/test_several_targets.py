@@ -2,14 +2,12 @@
 
 import json
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start, train
+from tests.runs import make_run, run_to_end, segments_of, start, train, watched
 
 UP = ("services.launcher.cli", "up")
 
@@ -29,30 +27,14 @@ def trainer_state(directory: Path, worker: int = 0) -> dict[str, Any]:
     return json.loads((steps[-1] / "trainer" / "state.json").read_text())
 
 
-def watch_status(run: Path, seen: list[dict], stop: threading.Event) -> None:
-    while not stop.wait(0.2):
-        try:
-            url = json.loads((run / "control.json").read_text())["url"]
-            seen.append(httpx.get(f"{url}/status", timeout=5).json())
-        except (OSError, ValueError, httpx.HTTPError):
-            continue
-
-
 @pytest.mark.timeout(300)
 def test_one_command_runs_two_targets_whose_rows_add_up(tmp_path: Path) -> None:
     config = make_run(tmp_path, num_conversations=300)
-    seen: list[dict] = []
-    stop = threading.Event()
-    watcher = threading.Thread(target=watch_status, args=(tmp_path / "run", seen, stop))
-    watcher.start()
-    try:
+    with watched(tmp_path / "run") as seen:
         done = run_to_end(
             *UP, "--config", config, "--set", "target.replicas=2", "--set",
             "launcher.evaluate=false", "--set", "training.checkpoint_steps=50",
         )  # fmt: skip
-    finally:
-        stop.set()
-        watcher.join()
     summary = summary_of(done)
     accounts = [account_of(tmp_path, target) for target in (0, 1)]
     assert summary["rows_published"] == summary["rows_trained"] > 80
