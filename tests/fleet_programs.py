@@ -165,7 +165,8 @@ class Trainer:
             lease.nack("torn")
             return
         assert document.sample_id == lease.sequence, "a row came under another row's sequence"
-        lease.release()
+        if not lease.release():
+            return
         time.sleep(self._plan.row_seconds)
         self._trained.append(lease.sequence)
         write_log(self._plan, "trained", sequence=lease.sequence)

@@ -52,7 +52,8 @@ def hammer(blow: Blow) -> None:
             if not finding.startswith("intact"):
                 lease.nack("torn")
                 continue
-            lease.release()
+            if not lease.release():
+                continue
             consumer.mark_consumed({lease.descriptor.sequence})
             consumer.return_buffer()
             num_new += 1

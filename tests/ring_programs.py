@@ -260,9 +260,11 @@ class Trainer(Program):
             lease.nack("torn")
             return
         assert is_content(sequence, copies), f"row {sequence}: bytes of another row"
-        lease.release()
+        is_kept = lease.release()
         self.pause("released", number)
-        if not self.stop.is_set():  # else: staged and never trained, it has to come again
+        if (
+            is_kept and not self.stop.is_set()
+        ):  # else: staged and never trained, it has to come again
             self._step(sequence, number)
 
     def _step(self, sequence: int, number: int) -> None:

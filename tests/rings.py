@@ -167,8 +167,8 @@ class Reader:
     def is_payload_intact(self, sequence: int) -> bool:
         return self._leases[sequence].is_payload_intact()
 
-    def release(self, sequence: int) -> None:
-        self._leases[sequence].release()
+    def release(self, sequence: int) -> bool:
+        return self._leases[sequence].release()
 
     def nack(self, sequence: int, reason: NackReason = "corrupt") -> None:
         self._leases[sequence].nack(reason)

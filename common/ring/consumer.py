@@ -140,14 +140,13 @@ class RingConsumer:
             self._raise_failure()
             return self._waiting.popleft() if self._waiting else None
 
-    def finish(self, lease: Lease, reason: NackReason | None) -> None:
-        """End a lease, once: LEASED -release-> RELEASED, or -requeue-> READY with a reason."""
+    def finish(self, lease: Lease, reason: NackReason | None) -> bool:
+        """End a lease once, by release or requeue; return whether its copy is to be trained on."""
         with self._lock:
-            if not lease.is_open:
-                return
-            lease.is_open = False
-            self._protocol.finish(lease.descriptor, reason)
+            was_open, lease.is_open = lease.is_open, False
+            is_trainable = was_open and self._protocol.finish(lease.descriptor, reason)
             self._turn()
+            return is_trainable
 
     def return_buffer(self) -> None:
         """A staging buffer is free again: ask for the next row at once."""

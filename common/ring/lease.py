@@ -16,8 +16,8 @@ class LeaseHolder(Protocol):
 
     shard: Shard
 
-    def finish(self, lease: "Lease", reason: NackReason | None) -> None:
-        """End the lease; a second time does nothing."""
+    def finish(self, lease: "Lease", reason: NackReason | None) -> bool:
+        """End the lease and say whether its copy is to be trained on; a second time does nothing."""
 
 
 class Lease:
@@ -69,9 +69,14 @@ class Lease:
         # A slot with a checksum is in host memory: its view is all of it.
         return xxhash.xxh3_64_intdigest(self.memory.view[PAGE_BYTES:]) == header.payload_hash
 
-    def release(self) -> None:
-        """The copy is done: free the slot. The staging buffer stays busy."""
-        self._holder.finish(self, None)
+    def release(self) -> bool:
+        """The copy is done: free the slot.
+
+        Returns:
+            Whether the copy is to be trained on, and its staging buffer stays busy. False where the
+            session has ended during the copy: the buffer is free again, and the row comes again.
+        """
+        return self._holder.finish(self, None)
 
     def nack(self, reason: NackReason) -> None:
         """The row was not copied: give it back. The staging buffer is free again."""

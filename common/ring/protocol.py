@@ -28,10 +28,8 @@ from common.contracts.sequences import ONE_RING, SequenceSet, Shard
 from common.ring.book import Delivery, PublishedRow, SlotBook, describe
 from common.ring.ledger import GroupLedger
 from common.ring.policies import GroupPolicies
-from common.ring.sessions import LOAD_AND_TURN, Member, Session, SessionTable
+from common.ring.sessions import Session, SessionTable, next_pair
 from common.ring.states import DeliveryState
-
-_Pair = tuple[Delivery, Member]
 
 
 class OwnerProtocol:
@@ -185,7 +183,7 @@ class OwnerProtocol:
         )  # fmt: skip
         self.sessions.add(entry)
         self.policies.attend(entry.group)
-        self._inherit(entry, hello.consumed.union(hello.staged))
+        self._inherit(entry, hello.consumed.union(hello.staged), now)
         return entry
 
     def _on_heartbeat(self, identity: bytes, beat: Heartbeat, now: float) -> None:
@@ -294,11 +292,19 @@ class OwnerProtocol:
             self._refuse(identity, session, "unknown_session", "say Hello")
         return None
 
-    def _inherit(self, entry: Session, held: SequenceSet) -> None:
-        """Hand the rows of the worker's ended sessions to its new one (R8)."""
+    def _inherit(self, entry: Session, held: SequenceSet, now: float) -> None:
+        """Hand the rows of the worker's ended sessions to its new one (R8).
+
+        Of what it holds, rows may be in the ring again: it came after `resume_wait`, or while they
+        were captured. They are its own at once, so that nobody trains them a second time.
+        """
         ledger = self.ledgers[entry.group]
         for ended in self.sessions.inherit(entry):
             ledger.lose(ended)
+        for delivery in self.book.ready(entry.group):
+            if delivery.row.sequence in held:
+                self.book.lease(delivery, entry.session, now, now)
+                self._release(delivery, entry.session)
         ledger.welcome(entry.session, held)
         ledger.commit(entry.session, entry.committed)
 
@@ -336,7 +342,7 @@ class OwnerProtocol:
         for name in self._groups:
             is_due = book.has_ready(name)
             with_room = self.sessions.with_room(name, book.num_leases) if is_due else []
-            while with_room and (pair := _next_pair(book, name, with_room)) is not None:
+            while with_room and (pair := next_pair(book, name, with_room)) is not None:
                 delivery, (load, _, entry) = pair
                 entry.last_lease_id = book.lease(delivery, entry.session, now, until)
                 self.outbox.append((entry.identity, describe(delivery, self.ring_epoch)))
@@ -386,15 +392,3 @@ class OwnerProtocol:
 
     def _send(self, entry: Session, record: Record) -> None:
         self.outbox.append((entry.identity, record))
-
-
-def _next_pair(book: SlotBook, group: str, with_room: list[Member]) -> _Pair | None:
-    """Take the next one to get a row off the list, and return the row with it."""
-    with_room.sort(key=LOAD_AND_TURN)
-    has_others = len(with_room) > 1
-    for index, member in enumerate(with_room):
-        delivery = book.next_ready(group, member[2].session, has_others=has_others)
-        if delivery is not None:
-            del with_room[index]
-            return delivery, member
-    return None

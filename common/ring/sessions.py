@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from common.contracts.sequences import SequenceSet
+from common.ring.book import Delivery, SlotBook
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Session:
 
 Member = tuple[int, int, Session]
 """A session that may get a lease: how many it has, its newest one, the session."""
-LOAD_AND_TURN = itemgetter(0, 1)
+_LOAD_AND_TURN = itemgetter(0, 1)
 
 
 @dataclass
@@ -136,3 +137,17 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._live)
+
+
+def next_pair(
+    book: SlotBook, group: str, with_room: list[Member]
+) -> tuple[Delivery, Member] | None:
+    """Take the next one to get a row off the list, and return the row with it."""
+    with_room.sort(key=_LOAD_AND_TURN)
+    has_others = len(with_room) > 1
+    for index, member in enumerate(with_room):
+        delivery = book.next_ready(group, member[2].session, has_others=has_others)
+        if delivery is not None:
+            del with_room[index]
+            return delivery, member
+    return None

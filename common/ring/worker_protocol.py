@@ -135,21 +135,27 @@ class WorkerProtocol:
                 )
             )
 
-    def finish(self, told: Descriptor, reason: NackReason | None) -> None:
-        """End a lease: LEASED -release-> RELEASED, or -requeue-> READY with a reason."""
+    def finish(self, told: Descriptor, reason: NackReason | None) -> bool:
+        """End a lease: LEASED -release-> RELEASED, or -requeue-> READY with a reason.
+
+        Returns:
+            Whether the copy is to be trained on. One of an ended session is void: the session's
+            successor has said Hello without its row, which comes again.
+        """
+        if told.session != self.session:
+            self._num_void -= 1
+            return False
         if reason is None:
             self._num_busy += 1
             if told.sequence >= self._settled_below and told.sequence not in self._consumed:
                 self._staged.add(told.sequence)
-        if told.session != self.session:
-            self._num_void -= 1
-            return
         # Lease ids begin again with each ring_epoch: an older session's must not end this one's.
         if self._held.pop(told.lease.lease_id, None) is not None:
             self._outcomes[told.lease.lease_id] = reason
             if len(self._outcomes) > _OUTCOMES_KEPT:
                 self._outcomes.popitem(last=False)
         self.outbox.append(self._outcome(told, reason))
+        return reason is None
 
     def hello(self) -> None:
         """Say who this is, what its weights contain and what it holds (R8)."""

@@ -282,7 +282,7 @@ end:
 #if BAD
   :: d_step { bads > 0 && copied -> bads--; k = OLDEST(copied); finish(k, NACK) }
 #endif
-  :: d_step { num_void > 0 -> num_void--; busy++; idle = 0 }
+  :: d_step { num_void > 0 -> num_void--; idle = 0 }
   :: d_step { busy > 0 -> return_buffer() }
 #if EXTRA
   :: d_step { extras > 0 && is_welcome -> extras--; say(BEAT, held) }

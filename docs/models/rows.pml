@@ -164,6 +164,7 @@ inline greet(i, rows) {
   :: j <= ROWS ->
      if
      :: place[j] == AWAITED && CLAIMS(i, j) -> queued = queued & ~BIT(j); hold(j, i)
+     :: place[j] == READY && CLAIMS(i, j) -> hold(j, i)
      :: else
      fi;
      j++
@@ -456,7 +457,8 @@ inline take(r, v) { held[v] = r; held_lease[v] = lease[r]; held_session[v] = ses
 
 inline finish(v) {
   if
-  :: !((consumed[v] | below[v]) & BIT(held[v])) -> staged[v] = staged[v] | BIT(held[v])
+  :: held_session[v] == session[v] && !((consumed[v] | below[v]) & BIT(held[v])) ->
+     staged[v] = staged[v] | BIT(held[v])
   :: else
   fi;
   if

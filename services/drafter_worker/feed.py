@@ -115,10 +115,12 @@ class RowFeed:
 
     def _end_copy(self, copy: RowCopy) -> None:
         fault, lease = copy.finish(), copy.lease
-        if fault is None:
-            lease.release()
+        if fault is None and lease.release():
             used_tokens = lease.descriptor.used_tokens
             self._staged.put(StagedRow(lease.sequence, used_tokens, copy.buffers))
+        elif fault is None:
+            _log.info("row %d: its lease has ended during the copy; it comes again", lease.sequence)
+            self._free.put(copy.buffers)
         else:
             self.num_rejected += 1
             _log.warning("row %d: %s copy dropped", lease.sequence, fault)

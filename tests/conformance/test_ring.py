@@ -369,9 +369,9 @@ def test_a_reader_goes_on_with_the_owner_s_successor_and_keeps_what_it_has_train
     assert [reader.next_row(), reader.next_row()] == [0, 1]
     reader.commit()
     assert reader.take() == 2
+    assert reader.release(2)  # staged, and in no step yet
     owner.close()
     successor = rings.owner(settled={"main": SequenceSet(low=1)})
-    reader.release(2)  # copied in the old ring, staged in the new one
     fresh = successor.loan(60.0)  # waits for what live workers say they hold
     assert fresh is not None
     fresh.abort()
@@ -384,6 +384,33 @@ def test_a_reader_goes_on_with_the_owner_s_successor_and_keeps_what_it_has_train
     reader.train(3)
     reader.commit()
     wait_until(lambda: successor.settled_below() == 4, "all four rows are committed")
+
+
+def test_a_copy_that_outlives_its_owner_is_void_and_its_row_is_trained_once(rings: Rings) -> None:
+    owner, reader = rings.owner(), rings.reader()
+    publish(owner, 0)
+    assert reader.take() == 0
+    owner.close()
+    wait_until(lambda: not reader.has_ring(), "the reader sees that the ring is gone")
+    assert not reader.release(0)
+    successor = rings.owner()
+    publish(successor, 0)
+    assert reader.next_row() == 0
+    reader.commit()
+    wait_until(lambda: successor.settled_below() == 1, "it is committed")
+
+
+def test_who_comes_late_to_a_new_owner_is_not_given_what_it_has(rings: Rings) -> None:
+    owner, reader = rings.owner(), rings.reader()
+    publish(owner, 0)
+    assert reader.next_row() == 0
+    owner.close()
+    successor = rings.owner(resume_wait_seconds=0.0)
+    for sequence in range(2):
+        publish(successor, sequence)
+    assert reader.next_row() == 1
+    reader.commit()
+    wait_until(lambda: successor.settled_below() == 2, "both are committed")
 
 
 def test_an_owner_with_other_rows_is_refused_by_a_reader_that_has_buffers(rings: Rings) -> None:

@@ -79,8 +79,12 @@ def test_a_run_that_is_killed_at_random_points_ends_bit_equal(tmp_path: Path, ki
     assert_equal(straight, killed)
 
 
-def test_a_target_that_is_killed_at_random_points_changes_no_bit(tmp_path: Path) -> None:
-    settings = SETTINGS["a step a row"]
+@pytest.mark.parametrize("resume_wait", [0.2, 0.0])
+def test_a_target_that_is_killed_at_random_points_changes_no_bit(
+    tmp_path: Path, resume_wait: float
+) -> None:
+    """With no wait it gives rows out before the worker has said which of them it holds."""
+    settings = (*SETTINGS["a step a row"], f"ring.resume_wait_seconds={resume_wait}")
     straight = run_straight(tmp_path / "a", *settings)
     assert_equal(straight, run_killed(tmp_path / "b", ("target",), settings))
 

@@ -17,8 +17,9 @@ class Answers:
     def __init__(self) -> None:
         self.reasons: list[NackReason | None] = []
 
-    def finish(self, lease: Lease, reason: NackReason | None) -> None:
+    def finish(self, lease: Lease, reason: NackReason | None) -> bool:
         self.reasons.append(reason)
+        return reason is None
 
 
 def make_lease(header: SlotHeader | None = None) -> Lease:

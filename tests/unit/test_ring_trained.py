@@ -1,5 +1,7 @@
 """Rule R8 at the owner: released is not consumed, and what a dead session had comes again."""
 
+import pytest
+
 from common.contracts.ring_messages import Descriptor
 from common.contracts.sequences import SequenceSet
 from tests.rings import Bench, Worker, make_groups, sequences
@@ -186,14 +188,26 @@ def test_a_claim_outlives_its_session_until_nobody_comes_for_it() -> None:
     assert bench.owner.wants(1)
 
 
-def test_a_row_that_is_in_the_ring_again_is_not_taken_from_it_by_a_claim() -> None:
+@pytest.mark.parametrize("kind", ["consumed", "staged"])
+def test_who_says_late_what_it_holds_does_not_get_it_again(kind: str) -> None:
+    """A restarted owner has published rows before the Hello of a worker that has them came."""
+    bench = Bench()
+    bench.publish(0, 1, 2)
+    worker = bench.worker(**{kind: sequences(0, 2)})
+    assert [told.sequence for told in worker.told(Descriptor)] == [1]
+    assert bench.owner.book.slot_counts()["free"] == 3, "nobody waits for the others any more"
+    worker.beat(consumed=sequences(0, 2), committed=sequences(0, 2))
+    assert bench.owner.ledgers["main"].settled == sequences(0, 2)
+    worker.bye()
+    assert bench.recaptures() == []
+
+
+def test_what_was_held_of_late_comes_again_when_its_holder_goes() -> None:
     bench = Bench()
     bench.publish(0)
-    worker = bench.worker(staged=sequences(0))  # copied under a lease that was void by then
-    (lease,) = worker.leases()
-    worker.release(lease)
-    worker.beat(committed=sequences(0))
-    assert bench.owner.settled_below() == 1
+    worker = bench.worker(staged=sequences(0))
+    worker.bye()
+    assert bench.recaptures() == [0]
 
 
 def test_poison_needs_no_commit() -> None:
