@@ -41,6 +41,15 @@ def limits(backing: str, num_bytes: int, device: torch.device) -> dict[str, floa
     return {"write": write, "read": read, "both": _duplex_rate(host, source)}
 
 
+def peer_rate(num_bytes: int, source: torch.device, target: torch.device) -> float:
+    """Return bytes a second of plain copies from one device to another, or within one."""
+    if source.type == "cpu":
+        return _memcpy_rates(num_bytes)["read"]
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=source)
+    ends = [torch.empty_like(data, device=target) for _ in range(CAPACITY)]
+    return _copy_rate(ends, [data], _REPEATS)
+
+
 def gpu_copy_rates(num_bytes: int, gpu: int) -> dict[str, float]:
     """Return the rates of copies into and out of a GPU ring's slots, alone and at once.
 

@@ -158,9 +158,14 @@ def release_only(consumer: WorkerRings, _layout: SlotLayout, _device: torch.devi
 
 
 def run_pass(
-    mode: str, backing: str, schema: RowSchema, num_rows: int, device: torch.device
+    mode: str,
+    backing: str,
+    schema: RowSchema,
+    num_rows: int,
+    device: torch.device,
+    reader_gpu: int | None = None,
 ) -> float:
-    """Return the pass's rate in bytes a second."""
+    """Return the pass's rate in bytes a second; the reader is on the writer's GPU or another one."""
     gpu = device.index if device.type == "cuda" else None
     source = torch.randn(schema.row_tokens, HIDDEN_SIZE * NUM_AUX_LAYERS, device=device)
     source = source.to(torch.bfloat16)
@@ -170,7 +175,8 @@ def run_pass(
         backing=BACKINGS[backing], gpu=gpu,
     ) as owner:  # fmt: skip
         writer = Writer(owner, source, fills=mode != "read")
-        reader = start_reader(Path(directory) / "target-0.sock", gpu, copies=mode != "write")
+        reads_on = gpu if reader_gpu is None else reader_gpu
+        reader = start_reader(Path(directory) / "target-0.sock", reads_on, copies=mode != "write")
         with contextlib.ExitStack() as stack:
             stack.callback(reader.kill)
             announcer = stack.enter_context(Announcer())
@@ -187,7 +193,7 @@ def run_pass(
 
 def start_reader(endpoint: Path, gpu: int | None, *, copies: bool) -> subprocess.Popen[bytes]:
     """Start the other process."""
-    command = [sys.executable, "-m", __spec__.name, "--consume", str(endpoint)]
+    command = [sys.executable, "-m", "benchmarks.ring_throughput", "--consume", str(endpoint)]
     if gpu is not None:
         command += ["--gpu", str(gpu)]
     return subprocess.Popen([*command, *(["--copies"] if copies else [])])
