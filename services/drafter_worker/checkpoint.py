@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.contracts.record import Record
+from common.contracts.ring_messages import Count
 from common.contracts.sequences import SequenceSet
 from common.errors import CheckpointError, ConfigError, DiskFullError
 from common.folders import (
@@ -36,11 +37,11 @@ from common.folders import (
 class TrainerState(Record):
     """trainer/state.json: where training was, and which rows the weights contain."""
 
-    step: int
-    trained_rows: int
-    trained_tokens: int
+    step: Count
+    trained_rows: Count
+    trained_tokens: Count
     consumed: SequenceSet
-    sums: tuple[float, ...] = ()
+    sums: tuple[FiniteFloat, ...] = ()
     """Packed sums since the last line of metrics; float32 values, which JSON holds exactly."""
 
 
