@@ -9,19 +9,40 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    StreamingResponse,
+)
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.control_plane.commands import command_routes
-from services.control_plane.examples import EVENT, METRICS, READY, UNREADY, example_status
-from services.control_plane.page import PAGE
+from services.control_plane.examples import (
+    EVENT,
+    METRICS,
+    READY,
+    UNREADY,
+    example_history,
+    example_status,
+)
+from services.control_plane.history import History, Recorder
+from services.control_plane.page import DIRECTORY, HEADERS, PageFiles
 from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
-from services.control_plane.responses import SLOW, TOO_SLOW, Responses, example, latest
+from services.control_plane.responses import (
+    SLOW,
+    TOO_SLOW,
+    Responses,
+    example,
+    latest,
+    problem,
+)
 from services.control_plane.status import SCHEMA_VERSION, Health, Readiness, Status
 
 EVENT_INTERVAL_SECONDS = 0.5
@@ -38,13 +59,14 @@ class EventStream(StreamingResponse):
 
 
 class DocumentedApp(FastAPI):
-    """An application whose documentation keeps what is null in the example of /status."""
+    """An application whose documentation keeps what is null in the examples of whole answers."""
 
     def openapi(self) -> dict[str, Any]:
         """Return the document; FastAPI leaves out what is null in it."""
         document = super().openapi()
-        answer = document["paths"]["/status"]["get"]["responses"]["200"]
-        answer["content"]["application/json"]["example"] = example_status()
+        for path, example in (("/status", example_status()), ("/history", example_history())):
+            answer = document["paths"][path]["get"]["responses"]["200"]
+            answer["content"]["application/json"]["example"] = example
         return document
 
 
@@ -53,6 +75,7 @@ class Sources:
     """What the routes read and change."""
 
     readings: Readings
+    history: Recorder
     registry: Registry
     token: str
     stop: threading.Event
@@ -69,8 +92,10 @@ def create_app(sources: Sources) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _explain_misfit)
     _add_health(app, sources)
     _add_views(app, sources)
-    _add_streams(app, sources)
-    app.include_router(command_routes(sources.registry, sources.token))
+    _add_history(app, sources)
+    _add_events(app, sources)
+    _add_page(app)
+    app.include_router(command_routes(sources.registry, sources.history, sources.token))
     return app
 
 
@@ -122,7 +147,30 @@ def _add_views(app: FastAPI, sources: Sources) -> None:
         return Response(latest(sources.readings).metrics, media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_streams(app: FastAPI, sources: Sources) -> None:
+def _add_history(app: FastAPI, sources: Sources) -> None:
+    @app.get(
+        "/history", tags=["views"], summary="Figures and events of the past", response_model=History,
+        responses={
+            200: {"description": "Everything later than `after`, oldest first."},
+            **problem(422, "That is no time.", "query.after: Input should be a finite number"),
+        },
+    )  # fmt: skip
+    def read_history(
+        after: Annotated[
+            float,
+            Query(
+                ge=0, allow_inf_nan=False,
+                description="Seconds since 1970: the time of the last sample that is known.",
+            ),
+        ] = 0.0,
+    ) -> Response:
+        """Since this control plane started: the last minutes by the second, and what is older in
+        steps that grow with the run, so that there is always its start."""
+        past = sources.history.since(after)
+        return Response(past.model_dump_json(), media_type="application/json")
+
+
+def _add_events(app: FastAPI, sources: Sources) -> None:
     @app.get(
         "/events", tags=["views"], summary="/status as server-sent events, twice a second",
         response_class=EventStream,
@@ -133,13 +181,17 @@ def _add_streams(app: FastAPI, sources: Sources) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return EventStream(_events(sources), headers=headers)
 
+
+def _add_page(app: FastAPI) -> None:
     @app.get(
         "/", tags=["views"], summary="The page that people look at", response_class=HTMLResponse,
         responses=example(200, "HTML that loads nothing from elsewhere.", "<!doctype html>", "text/html"),
     )  # fmt: skip
-    async def page() -> HTMLResponse:
-        """Draws what /events sends."""
-        return HTMLResponse(PAGE)
+    async def page() -> FileResponse:
+        """Draws what /events and /history send; its files are under /static."""
+        return FileResponse(DIRECTORY / "index.html", headers=HEADERS)
+
+    app.mount("/static", PageFiles(), name="static")
 
 
 async def _explain_misfit(request: Request, error: Exception) -> Response:  # noqa: ARG001

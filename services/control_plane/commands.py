@@ -14,6 +14,7 @@ from common.contracts.control_messages import (
     EvaluatorReport,
     ServiceHeartbeat,
 )
+from services.control_plane.history import Recorder
 from services.control_plane.registry import InstanceView, Registry
 from services.control_plane.responses import NO_TOKEN, UNAUTHORIZED, Responses, example, problem
 from services.control_plane.status import CommandAccepted
@@ -61,15 +62,51 @@ class TokenCheck:
             raise HTTPException(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
 
 
-def command_routes(registry: Registry, token: str) -> APIRouter:
+@dataclass(frozen=True)
+class Desk:
+    """Where commands are given and noted."""
+
+    registry: Registry
+    history: Recorder
+
+    def give(self, name: CommandName) -> CommandAccepted:
+        """Give a command to the run."""
+        return self._accept(self.registry.command(name))
+
+    def give_instance(self, name: CommandName, instance: str) -> CommandAccepted:
+        """Give a command to one session, or answer 404 or 409."""
+        given = self.registry.command_those(name, lambda beat: beat.instance == instance)
+        if given is None:
+            raise _why_not_given(self.registry, name, instance)
+        return self._accept(given, instance)
+
+    def ask_evaluator(self) -> CommandAccepted:
+        """Ask the evaluator that follows the run, or answer 409."""
+        given = self.registry.command_those("evaluate", _is_following)
+        if given is None:
+            raise HTTPException(409, NO_EVALUATOR)
+        return self._accept(given)
+
+    def _accept(self, given: tuple[Command, int], instance: str = "") -> CommandAccepted:
+        command, num_recipients = given
+        plural = "" if num_recipients == 1 else "s"
+        text = f"{command.name}, given to {num_recipients} service{plural}"
+        self.history.note("command", instance, text)
+        return CommandAccepted(
+            name=command.name, number=command.number, num_recipients=num_recipients
+        )
+
+
+def command_routes(registry: Registry, history: Recorder, token: str) -> APIRouter:
     """Return the routes, to be included in the application."""
     router = APIRouter(dependencies=[Depends(TokenCheck(token))], tags=["commands"])
-    _add_run_commands(router, registry)
-    _add_instance_commands(router, registry)
+    desk = Desk(registry, history)
+    _add_run_commands(router, desk)
+    _add_instance_commands(router, desk)
     return router
 
 
-def _add_run_commands(router: APIRouter, registry: Registry) -> None:
+def _add_run_commands(router: APIRouter, desk: Desk) -> None:
     @router.post(
         "/runs/{name}", status_code=202, responses=_documented("checkpoint"),
         summary="Command the whole run",
@@ -77,7 +114,7 @@ def _add_run_commands(router: APIRouter, registry: Registry) -> None:
     def command(name: RunCommandPath) -> CommandAccepted:
         """pause, resume, drain and stop hold for services that come later, until the next of them;
         checkpoint is for the workers of this moment."""
-        return _accepted(registry.command(name))
+        return desk.give(name)
 
     @router.post(
         "/evaluations", status_code=202, summary="Evaluate the newest checkpoints next",
@@ -87,13 +124,10 @@ def _add_run_commands(router: APIRouter, registry: Registry) -> None:
     def evaluate() -> CommandAccepted:
         """An evaluator that follows the run takes the newest checkpoint of each series before older
         ones, behind the one that it is at. Figures come under `evaluations` of /status."""
-        given = registry.command_those("evaluate", _is_following)
-        if given is None:
-            raise HTTPException(409, NO_EVALUATOR)
-        return _accepted(given)
+        return desk.ask_evaluator()
 
 
-def _add_instance_commands(router: APIRouter, registry: Registry) -> None:
+def _add_instance_commands(router: APIRouter, desk: Desk) -> None:
     @router.post(
         "/workers/{instance}/drain", status_code=202, responses=_instance_documented("drain"),
         summary="Have one worker finish and end",
@@ -101,7 +135,7 @@ def _add_instance_commands(router: APIRouter, registry: Registry) -> None:
     def drain(instance: InstancePath) -> CommandAccepted:
         """It takes no more rows, steps with what it holds, writes a checkpoint and ends; the others
         get the rows that come."""
-        return _command_instance(registry, "drain", instance)
+        return desk.give_instance("drain", instance)
 
     @router.post(
         "/services/{instance}/stacks", status_code=202, responses=_instance_documented("stacks"),
@@ -110,7 +144,7 @@ def _add_instance_commands(router: APIRouter, registry: Registry) -> None:
     def stacks(instance: InstancePath) -> CommandAccepted:
         """The process itself writes what each of its threads is at, as long as its heartbeats come;
         where they do not, SIGUSR1 to its pid does the same."""
-        return _command_instance(registry, "stacks", instance)
+        return desk.give_instance("stacks", instance)
 
 
 def _documented(name: CommandName) -> Responses:
@@ -132,28 +166,20 @@ def _instance_documented(name: CommandName) -> Responses:
     }  # fmt: skip
 
 
-def _accepted(given: tuple[Command, int]) -> CommandAccepted:
-    command, num_recipients = given
-    return CommandAccepted(name=command.name, number=command.number, num_recipients=num_recipients)
-
-
 def _is_following(beat: ServiceHeartbeat) -> bool:
     return isinstance(beat.report, EvaluatorReport) and beat.report.is_following
 
 
-def _command_instance(registry: Registry, name: CommandName, instance: str) -> CommandAccepted:
-    given = registry.command_those(name, lambda beat: beat.instance == instance)
-    if given is not None:
-        return _accepted(given)
+def _why_not_given(registry: Registry, name: CommandName, instance: str) -> HTTPException:
     known = [
         view for view in registry.snapshot().instances
         if name != "drain" or view.heartbeat.service == "drafter_worker"
     ]  # fmt: skip
     for view in known:
         if view.heartbeat.instance == instance:
-            raise HTTPException(409, _why_unreachable(view))
+            return HTTPException(409, _why_unreachable(view))
     names = ", ".join(sorted({view.heartbeat.instance for view in known})) or "none"
-    raise HTTPException(404, f"no instance {instance!r} to {name}; there are: {names}")
+    return HTTPException(404, f"no instance {instance!r} to {name}; there are: {names}")
 
 
 def _why_unreachable(view: InstanceView) -> str:

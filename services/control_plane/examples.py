@@ -14,7 +14,10 @@ from common.contracts.control_messages import (
     WorkerReport,
 )
 from common.contracts.sequences import ONE_RING
+from services.control_plane.changes import Event
+from services.control_plane.history import History, make_sample
 from services.control_plane.registry import Registry
+from services.control_plane.status import Status
 from services.control_plane.view import build_status
 
 _RUN, _DIRECTORY = "qwen3-4b", "runs/qwen3-4b-20260101-120000"
@@ -34,12 +37,23 @@ EVENT = 'id: 1\nevent: status\ndata: {"schema_version": 1, "...": "as /status"}\
 
 def example_status() -> dict[str, Any]:
     """Return /status of a run with one target, one worker and one measured checkpoint."""
+    return _status().model_dump(mode="json")
+
+
+def example_history() -> dict[str, Any]:
+    """Return /history of that run, with one sample and one event."""
+    sample = make_sample(_status())
+    event = Event(time=sample.time, kind="join", instance="main-0", text="drafter_worker, pid 4002")
+    return History(samples=(sample,), events=(event,)).model_dump(mode="json")
+
+
+def _status() -> Status:
     registry = Registry(_RUN, 0.5)
     for beat in example_heartbeats():
         registry.take_heartbeat(beat)
     registry.add_evaluations([_evaluation()])
-    status = build_status(registry.snapshot(), _RUN, _DIRECTORY).model_dump(mode="json")
-    return status | {"time": 1767268800.0}
+    status = build_status(registry.snapshot(), _RUN, _DIRECTORY)
+    return status.model_copy(update={"time": 1767268800.0})
 
 
 def example_heartbeats(num_workers: int = 1) -> list[ServiceHeartbeat]:

@@ -27,6 +27,7 @@ from common.errors import ConfigError, RingdraftError
 from common.lifecycle import FileLock, write_atomically
 from services.control_plane.app import Sources, create_app
 from services.control_plane.config import ControlPlaneConfig
+from services.control_plane.history import Recorder
 from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
 from services.control_plane.socket import ControlSocket
@@ -46,7 +47,9 @@ class ControlPlane:
     def __init__(self, parts: "Parts", stop: threading.Event) -> None:
         self._parts = parts
         self._stop = stop
-        sources = Sources(Readings(self.read_status), parts.registry, parts.token, stop)
+        self._readings = Readings(self.read_status)
+        self._history = Recorder()
+        sources = Sources(self._readings, self._history, parts.registry, parts.token, stop)
         self._http = HttpServer(uvicorn.Config(
             create_app(sources), log_config=None, log_level="warning", access_log=False, ws="none", lifespan="off",
             timeout_graceful_shutdown=1,
@@ -55,6 +58,8 @@ class ControlPlane:
     def run(self) -> None:
         """Serve until the stop event is set."""
         parts = self._parts
+        self._history.note("control", "", f"control plane serves, pid {os.getpid()}")
+        self._record()  # what was there before anyone came
         try:
             parts.line.start()
             self._http.start()
@@ -62,11 +67,17 @@ class ControlPlane:
             while not self._stop.wait(_CHECK_SECONDS):
                 if not (parts.line.is_alive and self._http.is_alive):
                     raise RingdraftError("control plane: a server thread ended, see the log above")
+                self._record()
         finally:
             parts.withdraw()
             self._http.close()
             parts.line.close()
             parts.lock.release()
+
+    def _record(self) -> None:
+        reading = self._readings.latest()
+        if reading is not None:  # an overloaded machine leaves a gap
+            self._history.take(reading.status)
 
     def read_status(self) -> Status:
         """Return the run's status at this moment."""
