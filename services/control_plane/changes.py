@@ -84,7 +84,7 @@ def _checkpoint_changes(before: Status, after: Status) -> Iterator[_Change]:
     known = {group.group: group.last_checkpoint for group in before.groups}
     for group in after.groups:
         if group.last_checkpoint and group.last_checkpoint != known.get(group.group):
-            yield "checkpoint", group.group, group.last_checkpoint
+            yield "checkpoint", group.group, group.last_checkpoint.rpartition("/checkpoints/")[2]
 
 
 def _evaluation_changes(before: Status, after: Status) -> Iterator[_Change]:

@@ -86,8 +86,9 @@ class Recorder:
         """Return what has a later time than `after`, in seconds since 1970; 0 for everything."""
         with self._lock:
             start = self._recent[0].time if self._recent else 0.0
+            # A command may be noted between a status and what came of it.
+            events = sorted(self._events, key=lambda event: event.time)
             samples = [*(sample for sample in self._thinned if sample.time < start), *self._recent]
-            events = list(self._events)
         return History(
             samples=tuple(sample for sample in samples if sample.time > after),
             events=tuple(event for event in events if event.time > after),

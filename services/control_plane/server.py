@@ -47,9 +47,9 @@ class ControlPlane:
     def __init__(self, parts: "Parts", stop: threading.Event) -> None:
         self._parts = parts
         self._stop = stop
-        self._readings = Readings(self.read_status)
         self._history = Recorder()
-        sources = Sources(self._readings, self._history, parts.registry, parts.token, stop)
+        readings = Readings(self.read_status)
+        sources = Sources(readings, self._history, parts.registry, parts.token, stop)
         self._http = HttpServer(uvicorn.Config(
             create_app(sources), log_config=None, log_level="warning", access_log=False, ws="none", lifespan="off",
             timeout_graceful_shutdown=1,
@@ -59,7 +59,7 @@ class ControlPlane:
         """Serve until the stop event is set."""
         parts = self._parts
         self._history.note("control", "", f"control plane serves, pid {os.getpid()}")
-        self._record()  # what was there before anyone came
+        self._history.take(self.read_status())  # before anyone has come
         try:
             parts.line.start()
             self._http.start()
@@ -67,17 +67,12 @@ class ControlPlane:
             while not self._stop.wait(_CHECK_SECONDS):
                 if not (parts.line.is_alive and self._http.is_alive):
                     raise RingdraftError("control plane: a server thread ended, see the log above")
-                self._record()
+                self._history.take(self.read_status())
         finally:
             parts.withdraw()
             self._http.close()
             parts.line.close()
             parts.lock.release()
-
-    def _record(self) -> None:
-        reading = self._readings.latest()
-        if reading is not None:  # an overloaded machine leaves a gap
-            self._history.take(reading.status)
 
     def read_status(self) -> Status:
         """Return the run's status at this moment."""

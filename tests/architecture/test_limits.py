@@ -1,10 +1,13 @@
 """Sizes that keep files readable; an exception needs a reason here."""
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCE_LINES, TEST_LINES, FUNCTION_LINES = 400, 500, 60
+SOURCE_LINES, TEST_LINES, FUNCTION_LINES, PAGE_LINES = 400, 500, 60, 300
+PAGE = ROOT / "services" / "control_plane" / "static"
 ALLOWED: dict[str, str] = {}
 
 
@@ -28,6 +31,30 @@ def test_files_and_functions_are_within_their_limits() -> None:
             and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
         ]
     assert not over, "\n".join(over)
+
+
+def page_files() -> list[Path]:
+    own = [path for path in PAGE.rglob("*") if path.is_file() and "vendor" not in path.parts]
+    return sorted(own)
+
+
+def test_files_of_the_page_are_within_their_limit_and_put_no_markup_together() -> None:
+    makes_markup = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(")
+    wrong = []
+    for path in page_files():
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > PAGE_LINES:
+            wrong.append(f"{path.name}: {text.count(chr(10))} lines, at most {PAGE_LINES}")
+        wrong += [f"{path.name}: {found}" for found in makes_markup.findall(text)]
+    assert not wrong, wrong
+
+
+def test_every_file_of_the_page_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["services.control_plane"]
+    package = PAGE.parent
+    shipped = {path for pattern in patterns for path in package.glob(f"{pattern}/*")}
+    assert {path for path in PAGE.rglob("*") if path.is_file()} <= shipped
 
 
 def test_every_module_opens_with_what_it_is_for() -> None:

@@ -108,12 +108,13 @@ class Page:
         """Return by how many pixels the page is wider than the window."""
         return self.run("return document.documentElement.scrollWidth - innerWidth")
 
-    def violations(self) -> list[str]:
-        """Return what axe finds."""
+    def violations(self, within: str = "html") -> list[str]:
+        """Return what axe finds in an element."""
         if self.run("return typeof axe") == "undefined":
             self.run(_axe_source())
         found = self.driver.execute_async_script(
-            "const done = arguments[0]; axe.run().then(found => done(found.violations))"
+            "const done = arguments[1]; axe.run(arguments[0]).then(found => done(found.violations))",
+            within,
         )
         return [
             f"{fault['id']}: {node['html'][:200]} {node['failureSummary']}"

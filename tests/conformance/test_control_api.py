@@ -12,10 +12,12 @@ import schemathesis
 from schemathesis.config import SchemathesisConfig
 
 from common.contracts.codec import encode
+from services.control_plane.history import History
 from services.control_plane.readings import FRESH_SECONDS
 from services.control_plane.status import Status
 from tests.control_planes import Line, Served, refusal
 from tests.heartbeats import beat, evaluator_report, goodbye, target_report, worker_report
+from tests.rings import wait_until
 
 FUZZED_INPUTS = 8
 
@@ -36,6 +38,7 @@ def test_every_route_and_status_code_is_documented_with_an_example(served: Serve
     document = documented(served)
     assert set(operations(document)) == {
         "GET /healthz", "GET /readyz", "GET /status", "GET /metrics", "GET /events", "GET /",
+        "GET /history",
         "POST /runs/{name}", "POST /evaluations", "POST /workers/{instance}/drain",
         "POST /services/{instance}/stacks",
     }  # fmt: skip
@@ -57,6 +60,45 @@ def test_the_example_of_the_status_is_a_status(served: Served) -> None:
         json.dumps(answer["content"]["application/json"]["example"])
     )
     assert (status.is_ready, status.groups[0].acceptance_length) == (True, 2.4)
+
+
+def test_the_example_of_the_history_is_a_history(served: Served) -> None:
+    answer = operations(documented(served))["GET /history"]["responses"]["200"]
+    example = answer["content"]["application/json"]["example"]
+    history = History.model_validate_json(json.dumps(example))
+    assert history.samples[0].groups["main"].acceptance_length == 2.4
+    assert history.events[0].kind == "join"
+
+
+def test_the_history_has_samples_joins_and_commands(served: Served, line: Line) -> None:
+    line.ask(beat("target_server", 1, report=target_report()))
+    line.ask(beat("drafter_worker", 2, report=worker_report()))
+    served.post("/runs/pause", served.token)
+    served.post("/runs/resume", served.token)
+    served.post("/workers/worker-0/drain", served.token)
+
+    def past(after: float = 0.0) -> History:
+        answer = served.http.get("/history", params={"after": after}).raise_for_status()
+        return History.model_validate_json(answer.text)
+
+    wait_until(lambda: bool(past().samples and past().samples[-1].groups), "a sample is taken")
+    sample = past().samples[-1]
+    assert (sample.target_tokens_per_second, sample.groups["main"].loss) == (1638.4, 3.25)
+    assert sample.ring_used_shares == {"target-0": 0.375}
+    told = [(event.kind, event.instance, event.text) for event in past().events]
+    assert told[0][0] == "control"
+    assert told.index(("command", "", "pause, given to 2 services")) < told.index(
+        ("command", "", "resume, given to 2 services")
+    )
+    assert ("command", "worker-0", "drain, given to 1 service") in told
+    assert ("join", "worker-0", "drafter_worker, pid 100 on here") in told
+    wait_until(lambda: bool(past(sample.time).samples), "a later sample is taken")
+    assert all(later.time > sample.time for later in past(sample.time).samples)
+    assert all(later.time > sample.time for later in past(sample.time).events)
+    for misfit in ("-1", "nan", "inf", "soon"):
+        answer = served.http.get("/history", params={"after": misfit})
+        assert answer.status_code == 422
+        assert answer.json()["detail"].startswith("query.after: ")
 
 
 def test_the_running_server_is_as_documented_whatever_it_is_sent(

@@ -217,10 +217,20 @@ def test_the_token_is_its_owners_alone(served: Served) -> None:
     assert len(served.token) >= 32
 
 
-def test_the_page_loads_nothing_from_elsewhere(served: Served) -> None:
-    page = served.http.get("/").raise_for_status().text
-    assert not re.search(r"""(src|href|url\()\s*=?\s*["']?(https?:)?//""", page)
-    assert "EventSource" in page
+def test_the_page_and_its_files_come_from_here_and_may_load_nothing_else(served: Served) -> None:
+    page = served.http.get("/").raise_for_status()
+    places = re.findall(r"""(?:src|href)=["']([^"']+)""", page.text)
+    for path in ["", *places]:
+        assert not re.match(r"(\w+:)?//", path), path
+        answer = served.http.get(f"/{path}").raise_for_status()
+        if path != "status":
+            assert answer.headers["content-security-policy"].startswith("default-src 'self';"), path
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["cache-control"] == "no-cache"
+    assert {"static/main.js", "static/page.css"} < set(places)
+    assert "MIT License" in served.http.get("/static/vendor/uplot/LICENSE").text
+    assert served.http.get("/static/../app.py").status_code == 404
+    assert served.http.get("/static/%2e%2e/app.py").status_code == 404
 
 
 def test_an_open_event_stream_does_not_keep_it_from_ending(directory: Path) -> None:

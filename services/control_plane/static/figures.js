@@ -1,9 +1,12 @@
 // The head of the page: the run's name and state, its figures of this moment, what holds it back.
 
 import {Keyed, at, element, setChildren, setClass, setText} from "./dom.js";
-import {duration, number, share} from "./text.js";
+import {duration, modelName, number, share} from "./text.js";
 
 const STATE_TONES = {running: "good", evaluating: "good", failed: "bad", paused: "warn", draining: "warn"};
+
+// In these the run is to train; one that is paused or done is not ready and needs no reason.
+const EXPECTING = new Set(["waiting", "starting", "running"]);
 
 const sum = (items, pick) => items.reduce((total, item) => total + (pick(item) ?? 0), 0);
 
@@ -18,7 +21,7 @@ function figuresOf(status) {
   const live = sum(groups, group => group.num_live_workers);
   const many = groups.length > 1;
   return [
-    ["target tokens/s", number(target.tokens_per_second), target.model],
+    ["target tokens/s", number(target.tokens_per_second), modelName(target.model)],
     ["drafter tokens/s", number(sum(groups, g => g.tokens_per_second)),
       `${number(live)} of ${number(workers.length)} workers live`],
     ["rows published", number(published),
@@ -62,8 +65,8 @@ export class Figures {
     this.drawFigures(figuresOf(status));
     const hint = bottleneck.hint ? `. ${bottleneck.hint}` : "";
     setText(at("bottleneck"), `Bottleneck: ${bottleneck.name}; ${bottleneck.reason}${hint}`);
-    const isOver = run.state === "done" || run.state === "failed";
-    setText(at("unready"), status.is_ready || isOver ? "" : `Not ready: ${status.not_ready_reason}`);
+    const isDue = EXPECTING.has(run.state) && !status.is_ready;
+    setText(at("unready"), isDue ? `Not ready: ${status.not_ready_reason}` : "");
     at("run-state").title = `control plane up for ${duration(run.uptime_seconds)}`;
     this.drawOverdue(status.overdue);
   }

@@ -11,7 +11,7 @@ import {duration} from "./text.js";
 
 const STALE_SECONDS = 3;
 const LOST = "No connection to the control plane: these are its last figures. Trying again.";
-const ENDED = "The control plane has ended with the run: these are its last figures.";
+const OVER = "The control plane has ended with the run: these are its last figures.";
 
 const link = new Link({onStatus: takeStatus, onChange: showLink});
 const commands = new Commands(link);
@@ -42,11 +42,16 @@ function showHistory() {
 }
 
 function showLink(isConnected) {
-  const isOver = status !== null && ["done", "failed"].includes(status.run.state);
-  setText(at("banner"), isConnected ? "" : isOver ? ENDED : LOST);
-  at("banner").classList.toggle("quiet", isOver);
+  const isExpected = status !== null && isEnding(status.run);
+  setText(at("banner"), isConnected ? "" : isExpected ? OVER : LOST);
+  at("banner").classList.toggle("quiet", isExpected);
   if (status) commands.draw(status);
   showAge();
+}
+
+// A run that was told to end takes its control plane with it, maybe before the last figures are sent.
+function isEnding({state, command}) {
+  return ["done", "failed"].includes(state) || ["drain", "stop"].includes(command);
 }
 
 function showAge() {

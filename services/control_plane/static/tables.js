@@ -2,7 +2,7 @@
 
 import {at, element} from "./dom.js";
 import {Table} from "./table.js";
-import {counts, mebibytes, moment, number, share} from "./text.js";
+import {counts, mebibytes, modelName, moment, number, share} from "./text.js";
 
 const LIVE = new Set(["ok", "stalled"]);
 const SHOWN_EVENTS = 200;
@@ -41,9 +41,9 @@ const workerColumns = drainWorker => [
   long("detail", detail),
   figure("step,\u00a0s", w => number(of(w).step_seconds, 3)),
   figure("held out", w => number(heldOut(w), 3)),
-  figure("first\u00a0step, s", w => number(of(w).seconds_to_first_step, 1)),
+  figure("first step,\u00a0s", w => number(of(w).seconds_to_first_step, 1)),
   figure("recompiles", w => number(of(w).recompiles)),
-  figure("memory, MiB", w => mebibytes(of(w).memory_bytes)),
+  figure("memory,\u00a0MiB", w => mebibytes(of(w).memory_bytes)),
   {head: "drain", button: w => isLive(w) && w.phase !== "draining" && w.phase !== "done"
     ? {label: "Drain\u2026", name: `Drain ${w.instance}`, act: () => drainWorker(w.instance)} : null},
 ];
@@ -79,7 +79,7 @@ const RINGS = [
   figure("MiB", r => mebibytes(r.num_bytes, 1)),
   text("slots", r => counts(r.slots)),
   text("deliveries", r => counts(r.deliveries)),
-  figure("oldest\u00a0lease, s", r => number(r.oldest_lease_seconds, 1)),
+  figure("oldest lease,\u00a0s", r => number(r.oldest_lease_seconds, 1)),
   text("target", r => r.is_blocked ? "waits for a slot" : "has room"),
   long("groups without a worker", r => r.absent_groups.map(absence).join(", ") || "-"),
   long("why this transport", r => r.transport_reason),
@@ -175,7 +175,7 @@ export class Tables {
   draw(status) {
     this.workers.draw(inOrder(status.workers), tally(status.workers));
     this.groups.draw(status.groups);
-    this.targets.draw(inOrder(status.target.instances), status.target.model);
+    this.targets.draw(inOrder(status.target.instances), modelName(status.target.model));
     this.rings.draw(status.rings);
     this.evaluators.draw(inOrder(status.evaluators));
     this.evaluations.draw([...status.evaluations].reverse());

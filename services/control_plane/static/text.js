@@ -25,8 +25,15 @@ export function duration(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+// Those that are zero are left out.
 export function counts(map) {
-  return Object.entries(map).map(([key, value]) => `${key} ${number(value)}`).join(", ") || NONE;
+  const present = Object.entries(map).filter(([, value]) => value);
+  return present.map(([key, value]) => `${key} ${number(value)}`).join(", ") || NONE;
+}
+
+// A model in a folder goes by the folder's name.
+export function modelName(model) {
+  return model.startsWith("/") ? model.split("/").at(-1) : model;
 }
 
 export function compact(value) {
