@@ -35,7 +35,9 @@ def start_chromium() -> webdriver.Chrome:
     for option in _OPTIONS:
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_script_timeout(2 * PATIENCE_SECONDS)
+    return driver
 
 
 class Page:

@@ -2,7 +2,7 @@
 // latest, and a plot by uPlot (static/vendor/), which is a picture with its figures as its label.
 
 import {element, setClass, setText} from "./dom.js";
-import {clock, compact, number} from "./text.js";
+import {clock, number} from "./text.js";
 
 const HEIGHT = 170;
 const NUM_COLORS = 8;
@@ -71,7 +71,7 @@ export class Chart {
     return {
       width: this.place.clientWidth || 320,
       height: HEIGHT,
-      padding: [8, 8, 0, 0],
+      padding: [8, 22, 0, 0],  // room for half a label at the right end
       legend: {show: false},
       cursor: {y: false, drag: {x: false, y: false}, sync: isTime ? {key: "time"} : undefined},
       scales: {x: {time: isTime}, y: {range: this.range}},
@@ -136,7 +136,7 @@ function axes(style, isTime, format) {
   const common = {stroke, font: FONT, grid: line, ticks: {...line, size: 4}, gap: 4};
   const sayX = (plot, splits) => splits.map(value => isTime
     ? clock(value, plot.scales.x.max - plot.scales.x.min)
-    : Number.isInteger(value) ? compact(value) : "");
+    : Number.isInteger(value) ? number(value) : "");
   const sayY = (plot, splits) => splits.map(value => format(value, true));
   return [
     {...common, size: 26, space: 70, values: sayX},

@@ -1,6 +1,6 @@
 // A table that scrolls in its own box, with rows that stay the same nodes while they are drawn again.
 //
-// A column is {head, cell(row)} and may say: isNumber, isLong, tone(row), or button(row), which gives
+// A column is {head, cell(row)} and may say: isNumber, isName, isLong, tone(row), or button(row), which gives
 // null or {label, act}.
 
 import {Keyed, element, setChildren, setClass, setText} from "./dom.js";
@@ -79,8 +79,8 @@ function makeCell(column, isFirst) {
     button.type = "button";
     button.addEventListener("click", () => button.act());
     cell.append(button);
-  } else if (column.isLong || column.tone || isFirst) {
-    cell.append(element("span", column.isLong ? "long" : isFirst ? "table-name" : ""));
+  } else if (column.isLong || column.isName || column.tone) {
+    cell.append(element("span", column.isLong ? "long" : column.isName ? "name" : ""));
   }
   return cell;
 }
@@ -90,7 +90,7 @@ function drawRow(node, columns, row) {
     const cell = node.children[index], inner = cell.firstElementChild;
     if (column.button) drawButton(inner, column.button(row));
     else setText(inner ?? cell, String(column.cell(row)));
-    if (column.isLong) inner.title = inner.textContent.slice(0, MAX_TITLE);  // it may be cut short
+    if (column.isLong || column.isName) inner.title = inner.textContent.slice(0, MAX_TITLE);  // it may be cut short
     if (column.tone) setClass(inner, column.tone(row));
   });
 }

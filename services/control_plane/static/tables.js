@@ -10,11 +10,14 @@ const TONES = {ok: "badge good", silent: "badge bad", failed: "badge bad", stall
 
 export const isLive = view => LIVE.has(view.condition);
 
-const health = view => view.condition === "ok" ? view.phase : `${view.phase}, ${view.condition}`;
+const isPlain = ({condition, phase}) =>
+  condition === "ok" || condition === phase || condition === "ended" && phase === "done";
+const health = view => isPlain(view) ? view.phase : `${view.phase}, ${view.condition}`;
 const tone = view => view.condition === "ok" && view.phase !== "running" ? "badge"
   : TONES[view.condition] ?? "badge";
 const figure = (head, cell) => ({head, cell, isNumber: true});
 const text = (head, cell) => ({head, cell});
+const name = (head, cell) => ({head, cell, isName: true});
 const long = (head, cell) => ({head, cell, isLong: true});
 const state = {head: "state", cell: health, tone};
 const of = view => view.report ?? {};
@@ -29,8 +32,8 @@ const detail = view => view.condition === "failed" && view.exit_reason ? view.ex
 const heldOut = view => (of(view).held_out ?? [])[0]?.acceptance_length;
 
 const workerColumns = drainWorker => [
-  text("worker", w => w.instance),
-  text("group", w => of(w).group ?? "-"),
+  name("worker", w => w.instance),
+  name("group", w => of(w).group ?? "-"),
   text("GPU", gpu),
   state,
   figure("step", w => number(of(w).step)),
@@ -49,7 +52,7 @@ const workerColumns = drainWorker => [
 ];
 
 const GROUPS = [
-  text("group", g => g.group),
+  name("group", g => g.group),
   figure("workers", g => number(g.num_live_workers)),
   figure("step", g => number(g.step)),
   figure("loss", g => number(g.loss, 4)),
@@ -65,7 +68,7 @@ const GROUPS = [
 ];
 
 const TARGETS = [
-  text("target server", t => t.instance),
+  name("target server", t => t.instance),
   state,
   figure("tokens/s", t => number(of(t).tokens_per_second)),
   figure("captured tokens", t => number(of(t).captured_tokens)),
@@ -74,7 +77,7 @@ const TARGETS = [
 ];
 
 const RINGS = [
-  text("ring", r => r.instance),
+  name("ring", r => r.instance),
   text("transport", r => r.transport),
   figure("MiB", r => mebibytes(r.num_bytes, 1)),
   text("slots", r => counts(r.slots)),
@@ -86,16 +89,16 @@ const RINGS = [
 ];
 
 const EVALUATORS = [
-  text("evaluator", e => e.instance),
+  name("evaluator", e => e.instance),
   state,
   long("detail", detail),
 ];
 
 const EVALUATIONS = [
-  text("group", e => e.group || "-"),
+  name("group", e => e.group || "-"),
   figure("worker", e => e.index ?? "-"),
   figure("step", e => number(e.step)),
-  text("arm", e => e.arm),
+  name("arm", e => e.arm),
   figure("temperature", e => number(e.temperature, 1)),
   figure("acceptance length", e => number(e.acceptance_length, 3)),
   figure("by replay", e => number(e.replay_acceptance_length, 3)),
@@ -104,14 +107,14 @@ const EVALUATIONS = [
 ];
 
 const ALARMS = [
-  text("group", a => a.group || "-"),
+  name("group", a => a.group || "-"),
   figure("worker", a => a.index ?? "-"),
   figure("step", a => number(a.step)),
   long("alarm", a => a.text),
 ];
 
 const ERRORS = [
-  text("instance", e => e.instance),
+  name("instance", e => e.instance),
   figure("s ago", e => number(e.age_seconds)),
   long("error", e => e.text),
 ];
@@ -119,7 +122,7 @@ const ERRORS = [
 const EVENTS = [
   {head: "time", cell: e => moment(e.time), isMoment: true},
   text("kind", e => e.kind),
-  text("about", e => e.instance || "run"),
+  name("about", e => e.instance || "run"),
   long("what", e => e.text),
 ];
 
