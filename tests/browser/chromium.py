@@ -40,6 +40,9 @@ def start_chromium() -> webdriver.Chrome:
     return driver
 
 
+_AFTER_A_FRAME = "const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 50))"
+
+
 class Page:
     """One page at a size and in a colour scheme."""
 
@@ -58,6 +61,7 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        self.driver.execute_async_script(_AFTER_A_FRAME)  # sizes are observed by then
 
     def wait(self, holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> None:
         wait_until(lambda: bool(holds()), what, seconds)

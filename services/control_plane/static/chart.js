@@ -74,7 +74,7 @@ export class Chart {
       padding: [8, 22, 0, 0],  // room for half a label at the right end
       legend: {show: false},
       cursor: {y: false, drag: {x: false, y: false}, sync: isTime ? {key: "time"} : undefined},
-      scales: {x: {time: isTime}, y: {range: this.range}},
+      scales: {x: {time: isTime, range: withWidth}, y: {range: this.range}},
       axes: axes(style, isTime, this.format),
       series: [{}, ...lines.map(line => series(style, line))],
       hooks: {setCursor: [plot => this.drawLegend(plot.cursor.idx)]},
@@ -142,6 +142,11 @@ function axes(style, isTime, format) {
     {...common, size: 26, space: 70, values: sayX},
     {...common, size: 46, space: 32, values: sayY},
   ];
+}
+
+// A single sample has a moment around it, or the axis would have no ticks.
+function withWidth(plot, least, most) {
+  return least === most ? [least - 1, most + 1] : [least, most];
 }
 
 function upFromZero(plot, least, most) {

@@ -26,6 +26,9 @@ export class Table {
     const table = element("table");
     table.append(element("caption", "", title), makeHead(columns), this.body);
     this.box.append(table);
+    const observer = new ResizeObserver(() => this.markScrolling());
+    observer.observe(this.box);
+    observer.observe(table);
     this.section.append(heading, this.box);
   }
 
@@ -36,8 +39,11 @@ export class Table {
     const nodes = this.rows.take(keys);
     nodes.forEach((node, index) => drawRow(node, this.columns, rows[index]));
     setChildren(this.body, nodes);
+  }
+
+  // A box that scrolls is reached by keyboard; one that does not is no stop on the way.
+  markScrolling() {
     const {box} = this;
-    // A box that scrolls is reached by keyboard; one that does not is no stop on the way.
     const scrolls = box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight;
     if (scrolls) box.tabIndex = 0; else box.removeAttribute("tabindex");
   }

@@ -115,7 +115,7 @@ const ALARMS = [
 
 const ERRORS = [
   name("instance", e => e.instance),
-  figure("s ago", e => number(e.age_seconds)),
+  figure("s\u00a0ago", e => number(e.age_seconds)),
   long("error", e => e.text),
 ];
 
