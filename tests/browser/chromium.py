@@ -112,7 +112,9 @@ class Page:
 
     def overflow(self) -> int:
         """Return by how many pixels the page is wider than the window."""
-        return self.run("return document.documentElement.scrollWidth - innerWidth")
+        return self.run(
+            "const root = document.documentElement; return root.scrollWidth - root.clientWidth"
+        )
 
     def violations(self, within: str = "html") -> list[str]:
         """Return what axe finds in an element."""
