@@ -18,6 +18,7 @@
       CheckpointError          a checkpoint that is missing, partial or of another shape
         DiskFullError          a checkpoint that the disk has no space for; a worker waits for some
       PeerLostError            a peer's heartbeat is gone
+      PlacementError           no GPU has room for this process
       AnswerError              answers that a server did not give; starting again asks again
 
 Ring full, ring empty, a timeout, the end of the stream and a late release are values.
@@ -108,6 +109,10 @@ class DiskFullError(CheckpointError):
 
 class PeerLostError(RingdraftError):
     """A peer's heartbeat is gone."""
+
+
+class PlacementError(RingdraftError):
+    """No GPU has room for this process; the message says why of each, and what to change."""
 
 
 class AnswerError(RingdraftError):

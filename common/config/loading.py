@@ -23,7 +23,7 @@ ENVIRONMENT_PREFIX = "RINGDRAFT_"
 TABLES = (
     "run", "target", "data", "ring", "groups", "held_out", "drafter", "optimizer", "training",
     "control_plane", "evaluation", "generation", "regeneration", "inspection", "export", "launcher",
-    "sweep",
+    "sweep", "placement",
 )  # fmt: skip
 
 

@@ -269,6 +269,33 @@ class ControlPlaneTable(Table):
     """Interval of the services' heartbeats to the control plane."""
 
 
+def _gpu_name(name: int | str) -> int | str:
+    is_index = isinstance(name, int) and not isinstance(name, bool) and name >= 0
+    if is_index or (isinstance(name, str) and re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z/-]+", name)):
+        return name
+    raise ValueError(
+        f"got {name!r}, expected a GPU's index or UUID as `nvidia-smi -L` shows them, such as 0 or "
+        f"'GPU-8f6a...'"
+    )
+
+
+class PlacementTable(Table):
+    """[placement]: which GPU each target server, worker and evaluator takes, where run.device is cuda.
+
+    A GPU in MIG mode is no place, each of its MIG devices is one. CUDA_VISIBLE_DEVICES of a process
+    says which of them it may take.
+    """
+
+    workers_per_gpu: int = Field(default=0, ge=0, le=64)
+    """Most workers on one GPU; 0: as many as fit by their estimated bytes."""
+    reserved_for_targets: tuple[Annotated[int | str, AfterValidator(_gpu_name)], ...] = ()
+    """GPUs that only target servers take, by index or UUID as `nvidia-smi -L` shows them; they take
+    these first."""
+    wait_seconds: float = Field(default=30.0, ge=0, le=86_400)
+    """How long a process waits for a place before it gives up; an evaluator that follows the run
+    waits as long as the run lasts."""
+
+
 Groups = Annotated[
     dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}$")], GroupTable],
     Field(min_length=1),

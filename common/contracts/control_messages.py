@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.contracts.codec import Decoder
+from common.contracts.placement_messages import GpuClaim, GpuGrant, GpuRefusal
 from common.contracts.record import Record
 from common.contracts.ring_messages import U64, Count, Name
 from common.contracts.sequences import Shard
@@ -247,6 +248,8 @@ class ServiceHeartbeat(Record):
     """Rises with each unit of work; the watchdog looks at this, not at liveness."""
     report: Report | None
     errors: tuple[str, ...] = ()
+    claim: GpuClaim | None = None
+    """Its place on a GPU; None on the CPU."""
 
 
 class ServiceGoodbye(Record):
@@ -276,6 +279,8 @@ class ServiceReply(Record):
     number: Count
     heartbeat_seconds: float
     commands: tuple[Command, ...]
+    place: GpuGrant | GpuRefusal | None = None
+    """Answer to a claim that holds nothing."""
 
 
 CONTROL_PLANE_DECODER = Decoder(ServiceHeartbeat, ServiceGoodbye)

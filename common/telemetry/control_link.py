@@ -9,9 +9,11 @@ Nothing is queued for a control plane that is not there: a heartbeat carries the
 the next one heals the loss. Training neither starts nor stops with the control plane.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -33,6 +35,7 @@ from common.contracts.control_messages import (
     ServiceHeartbeat,
     ServiceKind,
 )
+from common.contracts.placement_messages import GpuClaim, GpuGrant, GpuRefusal
 from common.contracts.record import Record
 from common.errors import MessageError
 
@@ -41,6 +44,7 @@ _LINGER_MILLISECONDS = 500
 # How long a message may wait for the connection, such as the first one at start.
 _CONNECT_MILLISECONDS = 100
 _LEAST_INTERVAL_SECONDS = 0.05
+_LOOK_SECONDS = 0.2
 _QUEUED_MESSAGES = 16
 _STDERR = 2
 
@@ -87,12 +91,16 @@ class ControlLink:
         on_command: Callable[[Command], None],
     ) -> None:
         self.session = secrets.randbits(64)
-        self._identity = identity
+        self.identity = identity
+        self.claim: GpuClaim | None = None
+        """What heartbeats say of its place on a GPU."""
         self._interval = interval_seconds
         self._describe = describe
         self._on_command = on_command
         self._address = f"ipc://{socket_path.absolute()}"
         self._number = 0
+        self._numbering = threading.Lock()
+        self._answers: queue.SimpleQueue[tuple[int, GpuGrant | GpuRefusal]] = queue.SimpleQueue()
         self._seen_commands: set[tuple[str, int]] = set()
         self._goodbye: ServiceGoodbye | None = None
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -107,12 +115,31 @@ class ControlLink:
         """Send a heartbeat without waiting for the interval, such as after a change of phase."""
         os.eventfd_write(self._waker, 1)
 
+    def ask_for_gpu(
+        self, claim: GpuClaim, seconds: float, stop: threading.Event
+    ) -> GpuGrant | GpuRefusal | None:
+        """Repeat a claim in heartbeats and return the answer to it; None where none came in time.
+
+        What answers an earlier claim is passed over.
+        """
+        with self._numbering:
+            self.claim = claim
+            first = self._number + 1
+        self.report_soon()
+        deadline = time.monotonic() + seconds
+        while (remaining := deadline - time.monotonic()) > 0 and not stop.is_set():
+            with contextlib.suppress(queue.Empty):
+                number, answer = self._answers.get(timeout=min(remaining, _LOOK_SECONDS))
+                if number >= first:
+                    return answer
+        return None
+
     def close(self, exit_code: int, reason: str) -> None:
         """Send a last heartbeat and the goodbye, and end the thread; a second call does nothing."""
         if self._goodbye is not None:
             return
         self._goodbye = ServiceGoodbye(
-            service=self._identity.service, instance=self._identity.instance,
+            service=self.identity.service, instance=self.identity.instance,
             session=self.session, exit_code=exit_code, reason=reason,
         )  # fmt: skip
         self.report_soon()
@@ -166,6 +193,8 @@ class ControlLink:
         if reply.session != self.session:
             return
         self._interval = max(_LEAST_INTERVAL_SECONDS, reply.heartbeat_seconds)
+        if reply.place is not None:
+            self._answers.put((reply.number, reply.place))
         for command in sorted(reply.commands, key=lambda command: command.number):
             if (command.name, command.number) not in self._seen_commands:
                 self._seen_commands.add((command.name, command.number))
@@ -177,12 +206,15 @@ class ControlLink:
 
     def _heartbeat(self) -> ServiceHeartbeat:
         state = self._describe()
-        self._number += 1
+        with self._numbering:
+            self._number += 1
+            number, claim = self._number, self.claim
         return ServiceHeartbeat(
-            service=self._identity.service, instance=self._identity.instance,
-            session=self.session, number=self._number, run=self._identity.run,
+            service=self.identity.service, instance=self.identity.instance,
+            session=self.session, number=number, run=self.identity.run,
             pid=os.getpid(), host=socket.gethostname(), phase=state.phase, detail=state.detail,
             progress=state.progress, report=state.report, errors=state.errors,
+            claim=claim,
         )  # fmt: skip
 
 

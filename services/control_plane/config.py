@@ -1,7 +1,7 @@
 """Tables that the control plane reads."""
 
 from common.config.loading import Table
-from common.config.shared import ControlPlaneTable, RunTable
+from common.config.shared import ControlPlaneTable, PlacementTable, RunTable
 
 
 class ControlPlaneConfig(Table):
@@ -9,3 +9,4 @@ class ControlPlaneConfig(Table):
 
     run: RunTable = RunTable()
     control_plane: ControlPlaneTable = ControlPlaneTable()
+    placement: PlacementTable = PlacementTable()

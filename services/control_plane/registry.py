@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from common.config.shared import PlacementTable
 from common.contracts.control_messages import (
     Command,
     CommandName,
@@ -24,16 +25,19 @@ from common.contracts.control_messages import (
     ServiceHeartbeat,
     ServiceKind,
     ServiceReply,
-    TargetReport,
     WorkerReport,
 )
+from common.contracts.placement_messages import GpuGrant, GpuRefusal
+from common.placement.policy import PlacementPolicy
 from services.control_plane.health import Condition, is_silent, is_stalled
+from services.control_plane.leases import Lease, PlacesView, answer_claim, view_places
+from services.control_plane.windows import Window
 
-_WAIT_WINDOW_SECONDS = 30.0
-_LEAST_WINDOW_SECONDS = 2.0
+# What holds a GPU is heard of within the first; the second is for one that was lost.
+_HEARD_INTERVALS = 2.0
+_ANY_GPU = PlacementTable()
 _KEPT_ERRORS = 100
 _KEPT_PACES = 10
-_TRAINING_PHASES = ("running", "waiting", "measuring", "saving")
 _EVERY_KIND: tuple[ServiceKind, ...] = ("target_server", "drafter_worker", "evaluator")
 _RECIPIENTS: dict[CommandName, tuple[ServiceKind, ...]] = {
     "pause": ("target_server", "drafter_worker"),
@@ -56,13 +60,14 @@ class Instance:
     seen_at: float
     progressed_at: float
     goodbye: ServiceGoodbye | None = None
-    waits: deque[tuple[float, float]] = field(default_factory=deque)
-    """(time, seconds spent waiting until then) over the window, while it runs."""
+    window: Window = field(default_factory=Window)
     worked_at: float | None = None
     """When progress last rose."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_PACES))
     """Seconds a unit of work, of the last rises of progress."""
     errors: set[str] = field(default_factory=set)
+    granted: str = ""
+    """UUID of the GPU that it was granted last."""
     commands: dict[CommandName, Command] = field(default_factory=dict)
     """The last of each name that this session was meant by, beside those for the run."""
 
@@ -78,6 +83,8 @@ class InstanceView:
     progress_age_seconds: float
     wait_share: float | None
     """Share of the last seconds that it spent blocked or starved; None while it does not run."""
+    tokens_per_second: float | None
+    """Over the same seconds."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +107,23 @@ class Snapshot:
     run_command: Command | None
     """The last command for the whole run, which also holds for sessions that come later."""
     uptime_seconds: float
+    places: PlacesView
 
 
 class Registry:
     """Takes heartbeats and goodbyes, gives replies and snapshots; safe to call from any thread."""
 
     def __init__(
-        self, run: str, heartbeat_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        run: str,
+        heartbeat_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        placement: PlacementTable = _ANY_GPU,
     ) -> None:
         self._run = run
         self._heartbeat_seconds = heartbeat_seconds
         self._clock = clock
+        self._policy = PlacementPolicy(placement)
         self._started_at = clock()
         self._lock = threading.Lock()
         self._instances: dict[int, Instance] = {}
@@ -135,6 +148,7 @@ class Registry:
             return ServiceReply(
                 session=beat.session, number=beat.number,
                 heartbeat_seconds=self._heartbeat_seconds, commands=self._commands_for(instance),
+                place=self._place(instance),
             )  # fmt: skip
 
     def take_goodbye(self, goodbye: ServiceGoodbye) -> None:
@@ -192,6 +206,7 @@ class Registry:
                 refused=dict(self._refused),
                 run_command=self._run_command,
                 uptime_seconds=now - self._started_at,
+                places=view_places(self._policy, self._leases().values()),
             )
 
     def _next_command(self, name: CommandName) -> Command:
@@ -227,7 +242,7 @@ class Registry:
         _note_pace(instance, now, beat.progress - before.progress)
         instance.heartbeat = beat
         instance.seen_at = now
-        _note_wait(instance.waits, now, beat)
+        instance.window.note(now, beat)
         for text in (*beat.errors, *((beat.detail,) if beat.phase == "failed" else ())):
             self._add_error(instance, text)
         if isinstance(beat.report, EvaluatorReport):
@@ -249,6 +264,32 @@ class Registry:
         is_for_it = given and instance.heartbeat.service in _RECIPIENTS[given.name]
         return (*((given,) if given and is_for_it else ()), *instance.commands.values())
 
+    def _place(self, instance: Instance) -> GpuGrant | GpuRefusal | None:
+        """Answer a claim to a GPU and note what is granted."""
+        claim = instance.heartbeat.claim
+        if claim is None or claim.held:
+            return None
+        age = self._clock() - self._started_at
+        if age < _HEARD_INTERVALS * self._heartbeat_seconds:
+            return GpuRefusal(
+                reason=f"the control plane started {age:.1f} s ago and first hears who has which GPU"
+            )
+        leases = self._leases()
+        own = leases.pop(instance.heartbeat.session)
+        answer = answer_claim(self._policy, own, leases.values())
+        instance.granted = answer.gpu_uuid if isinstance(answer, GpuGrant) else ""
+        return answer
+
+    def _leases(self) -> dict[int, Lease]:
+        """Return what each session that is heard of has, or may yet take, of the GPUs."""
+        now = self._clock()
+        return {
+            session: Lease(instance.heartbeat, instance.granted)
+            for session, instance in self._instances.items()
+            if instance.goodbye is None
+            and not is_silent(now - instance.seen_at, self._heartbeat_seconds)
+        }
+
     def _view(self, instance: Instance, now: float) -> InstanceView:
         return InstanceView(
             heartbeat=instance.heartbeat,
@@ -256,7 +297,8 @@ class Registry:
             condition=self._condition(instance),
             age_seconds=now - instance.seen_at,
             progress_age_seconds=now - instance.progressed_at,
-            wait_share=_wait_share(instance.waits),
+            wait_share=instance.window.wait_share,
+            tokens_per_second=instance.window.tokens_per_second,
         )
 
     def _condition(self, instance: Instance) -> Condition:
@@ -269,7 +311,7 @@ class Registry:
         if is_silent(now - instance.seen_at, self._heartbeat_seconds):
             return "silent"
         stalled = is_stalled(
-            beat.phase, now - instance.progressed_at, _pace(instance), _wait_share(instance.waits)
+            beat.phase, now - instance.progressed_at, _pace(instance), instance.window.wait_share
         )
         return "stalled" if stalled else "ok"
 
@@ -307,22 +349,3 @@ def _pace(instance: Instance) -> float | None:
     step = report.step_seconds if isinstance(report, WorkerReport) else 0.0
     seen = statistics.median(instance.paces) if instance.paces else 0.0
     return max(step, seen) or None
-
-
-def _note_wait(waits: deque[tuple[float, float]], now: float, beat: ServiceHeartbeat) -> None:
-    """Add the time spent waiting, and forget what is older than the window."""
-    if beat.phase not in _TRAINING_PHASES:
-        waits.clear()
-    elif isinstance(beat.report, TargetReport):
-        waits.append((now, beat.report.blocked_seconds))
-    elif isinstance(beat.report, WorkerReport):
-        waits.append((now, beat.report.starved_seconds))
-    while waits and waits[0][0] < now - _WAIT_WINDOW_SECONDS:
-        waits.popleft()
-
-
-def _wait_share(waits: deque[tuple[float, float]]) -> float | None:
-    if not waits or waits[-1][0] - waits[0][0] < _LEAST_WINDOW_SECONDS:
-        return None
-    (start, waited_before), (end, waited) = waits[0], waits[-1]
-    return min(1.0, max(0.0, (waited - waited_before) / (end - start)))

@@ -141,7 +141,7 @@ def build(config: ControlPlaneConfig, stop: threading.Event) -> ControlPlane:
     )
     token = read_or_make_token(directory / "control.token")
     listener = listen(config.control_plane)
-    registry = Registry(run, config.control_plane.heartbeat_seconds)
+    registry = Registry(run, config.control_plane.heartbeat_seconds, placement=config.placement)
     registry.add_evaluations(read_evaluations(directory / "evaluations"))
     # The lock above says that nobody answers here, so what lies there is a dead one's.
     line = ControlSocket(directory / "control.sock", registry)

@@ -183,6 +183,50 @@ class OverdueStatus(Model):
     """All of it in one line."""
 
 
+class HolderStatus(Model):
+    """Who has a lease on a GPU."""
+
+    service: ServiceKind
+    instance: str
+    num_bytes: int
+    """What it takes, by estimate."""
+
+
+class GpuStatus(Model):
+    """A GPU, or a MIG device of one, that a process of the run may take."""
+
+    uuid: str
+    name: str
+    index: int
+    """Of the GPU, as nvidia-smi counts."""
+    parent: str
+    """Of a MIG device the UUID of its GPU, else empty."""
+    total_bytes: int
+    free_bytes: int
+    """As the last process found that asked for a place, less what its holders are to take."""
+    is_reserved: bool
+    """Only targets take it."""
+    holders: tuple[HolderStatus, ...]
+
+
+class AdviceStatus(Model):
+    """What another worker or target would give, in tokens a second of the group that is slowest."""
+
+    group: str
+    tokens_per_second: float
+    """Over the last seconds, as all figures here."""
+    target_capacity: float
+    """What the targets would make if they never waited."""
+    drafter_capacity: float
+    """What the group would train if it never waited."""
+    with_another_worker: float
+    with_another_target: float
+    worker_place: str
+    """UUID of the GPU that the worker would get; empty without GPUs, or where none has room."""
+    text: str
+    """All of it for people."""
+
+
 class BottleneckStatus(Model):
     """Which side holds the run back."""
 
@@ -190,6 +234,8 @@ class BottleneckStatus(Model):
     reason: str
     blocked_share: float | None
     starved_share: float | None
+    advice: AdviceStatus | None
+    """None until both sides have run for a few seconds, or while a group has no worker."""
 
 
 class ErrorStatus(Model):
@@ -217,6 +263,8 @@ class Status(Model):
     evaluations: tuple[EvaluationStatus, ...]
     alarms: tuple[AlarmStatus, ...]
     overdue: tuple[OverdueStatus, ...]
+    gpus: tuple[GpuStatus, ...]
+    """By what live processes see; empty on the CPU."""
     bottleneck: BottleneckStatus
     errors: tuple[ErrorStatus, ...]
     refused_messages: dict[str, int]

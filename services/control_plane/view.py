@@ -5,7 +5,7 @@ the page comes from here.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -16,7 +16,10 @@ from common.contracts.control_messages import (
     TargetReport,
     WorkerReport,
 )
+from common.contracts.placement_messages import GpuGrant, GpuRefusal
+from services.control_plane.advice import Rate, advise
 from services.control_plane.health import find_bottleneck
+from services.control_plane.leases import GpuView
 from services.control_plane.overdue import find_overdue
 from services.control_plane.registry import InstanceView, Snapshot
 from services.control_plane.status import (
@@ -24,7 +27,9 @@ from services.control_plane.status import (
     BottleneckStatus,
     ErrorStatus,
     EvaluationStatus,
+    GpuStatus,
     GroupStatus,
+    HolderStatus,
     InstanceStatus,
     RingStatus,
     RunState,
@@ -67,7 +72,8 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
         evaluations=evaluations,
         alarms=tuple(_alarm(result) for result in evaluations if result.has_regressed),
         overdue=find_overdue(targets, workers, evaluators),
-        bottleneck=_bottleneck(targets, workers),
+        gpus=tuple(map(_gpu, snapshot.places.gpus)),
+        bottleneck=_bottleneck(targets, workers, snapshot.places.worker),
         errors=tuple(
             ErrorStatus(instance=error.instance, text=error.text, age_seconds=error.age_seconds)
             for error in snapshot.errors
@@ -278,31 +284,63 @@ def _alarm(result: EvaluationStatus) -> AlarmStatus:
     )  # fmt: skip
 
 
-def _bottleneck(targets: list[InstanceView], workers: list[InstanceView]) -> BottleneckStatus:
-    blocked = [v.wait_share for v in targets if _is_live(v) and v.wait_share is not None]
-    slowest, starved = _least_starved(workers)
+def _gpu(view: GpuView) -> GpuStatus:
+    gpu = view.gpu
+    return GpuStatus(
+        uuid=gpu.uuid, name=gpu.name, index=gpu.index, parent=gpu.parent,
+        total_bytes=gpu.total_bytes, free_bytes=view.free_bytes, is_reserved=view.is_reserved,
+        holders=tuple(
+            HolderStatus(service=each.service, instance=each.instance, num_bytes=each.num_bytes)
+            for each in view.holders
+        ),
+    )  # fmt: skip
+
+
+def _bottleneck(
+    targets: list[InstanceView],
+    workers: list[InstanceView],
+    place: GpuGrant | GpuRefusal | None,
+) -> BottleneckStatus:
+    made, trained = _rates(targets), _rates_by_group(workers)
+    slowest, starved = _least_starved(trained)
+    blocked = [rate.wait_share for rate in made]
     name, reason = find_bottleneck(blocked, starved)
     if name == "drafter" and slowest:
         reason += f"; the others wait for group {slowest!r}"
+    advice = advise(name, made, trained, place)
     absent = [text for view in targets if _is_live(view) for text in _absences(view)]
     if absent:
-        name = "drafter"
+        name, advice = "drafter", None
         reason = f"{'; '.join(absent)}: start one, or set groups.<name>.detach_after_seconds"
     return BottleneckStatus(
-        name=name, reason=reason, blocked_share=_mean(blocked), starved_share=_mean(starved)
-    )
+        name=name, reason=reason, blocked_share=_mean(blocked), starved_share=_mean(starved),
+        advice=advice,
+    )  # fmt: skip
 
 
-def _least_starved(workers: list[InstanceView]) -> tuple[str, list[float]]:
+def _rates(views: Iterable[InstanceView]) -> list[Rate]:
+    """Return what those live ones did that have run for a few seconds."""
+    return [
+        Rate(view.tokens_per_second, view.wait_share) for view in views
+        if _is_live(view) and view.wait_share is not None and view.tokens_per_second is not None
+    ]  # fmt: skip
+
+
+def _rates_by_group(workers: Iterable[InstanceView]) -> dict[str, list[Rate]]:
+    groups: dict[str, list[InstanceView]] = {}
+    for view in workers:
+        report = _worker_report(view)
+        if report is not None:
+            groups.setdefault(report.group, []).append(view)
+    return {name: rates for name, views in groups.items() if (rates := _rates(views))}
+
+
+def _least_starved(groups: Mapping[str, Sequence[Rate]]) -> tuple[str, list[float]]:
     """Return the wait shares of the group that waits least, with its name if it is one of several.
 
     A ring waits for the slowest group: that others starve meanwhile says nothing of the target.
     """
-    shares: dict[str, list[float]] = {}
-    for view in workers:
-        report = _worker_report(view)
-        if report is not None and _is_live(view) and view.wait_share is not None:
-            shares.setdefault(report.group, []).append(view.wait_share)
+    shares = {name: [rate.wait_share for rate in rates] for name, rates in groups.items()}
     if not shares:
         return "", []
     slowest = min(shares, key=lambda group: sum(shares[group]) / len(shares[group]))

@@ -1,4 +1,4 @@
-"""`python -m services.drafter_worker`: parse, claim an index, build, train."""
+"""`python -m services.drafter_worker`: parse, claim an index, take a GPU, build, train."""
 
 import contextlib
 import os
@@ -6,7 +6,10 @@ import sys
 import threading
 
 from common.config.command_line import parse
+from common.drafters.dflash.footprint import worker_bytes
 from common.lifecycle import heavy_imports, run_service
+from common.placement.place import PlaceSeeker
+from common.target.footprint import measure_target
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
@@ -34,12 +37,21 @@ def main(stop: threading.Event) -> None:
             on_command=late.obey,
         )
         stack.enter_context(link)
-        cache = open_cache(config.drafter.compile_cache) if run.device == "cuda" else None
+        gpu_uuid, cache = "", None
+        if run.device == "cuda":
+            seeker = PlaceSeeker(link, run.directory, config.placement, late.enter, stop)
+            place = seeker.take(worker_bytes(config.drafter, measure_target(config.target)))
+            if place is None:
+                return
+            late.enter("loading")
+            gpu_uuid, cache = place.gpu.uuid, open_cache(config.drafter.compile_cache)
         # They come after the config is known to be good, and after the cache is set.
         with heavy_imports():
             from services.drafter_worker.assemble import Place, open_worker
 
-        worker = open_worker(config, Place(index, instance, cache), stop, stack, late.enter)
+        worker = open_worker(
+            config, Place(index, instance, cache, gpu_uuid), stop, stack, late.enter
+        )
         if worker is not None:
             late.bind(worker)
             worker.run()

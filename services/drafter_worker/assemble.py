@@ -57,6 +57,8 @@ class Place:
     instance: str
     cache: Path | None
     """None: nothing is compiled."""
+    gpu_uuid: str = ""
+    """Its GPU; empty on the CPU."""
 
 
 def open_worker(
@@ -80,7 +82,9 @@ def open_worker(
         return None
     check_schema(schema, config, trainee)
     enter("compiling")
-    meter = Meter(training.group, place.index, run.device, trainee.progress)
+    meter = Meter(
+        training.group, place.index, run.device, trainee.progress, gpu_uuid=place.gpu_uuid
+    )
     stepper = compile_in_turn(
         config, trainee, schema, place=place, meter=meter, stop=stop, enter=enter
     )

@@ -10,6 +10,7 @@ from common.config.shared import (
     Groups,
     GroupTable,
     HeldOutTable,
+    PlacementTable,
     RingTable,
     RunTable,
     TargetTable,
@@ -105,6 +106,7 @@ class WorkerConfig(Table):
     training: TrainingTable = TrainingTable()
     held_out: HeldOutTable = HeldOutTable()
     control_plane: ControlPlaneTable = ControlPlaneTable()
+    placement: PlacementTable = PlacementTable()
 
     @model_validator(mode="after")
     def _agree(self) -> "WorkerConfig":

@@ -36,6 +36,7 @@ class Meter:
     index: int
     device: str
     progress: Progress
+    gpu_uuid: str = ""
     figures: StepFigures | None = None
     learning_rate: float = 0.0
     gradient_norm: float | None = None
@@ -99,7 +100,7 @@ class Meter:
             group=self.group,
             index=self.index,
             device=self.device,
-            gpu_uuid=gpu_uuid(self.device),
+            gpu_uuid=self.gpu_uuid,
             step=progress.step,
             trained_rows=progress.trained_rows,
             trained_tokens=progress.trained_tokens,
@@ -127,13 +128,6 @@ class Meter:
             refused_messages=self.refused_messages,
             checkpoint=self.checkpoint,
         )
-
-
-def gpu_uuid(device: str) -> str:
-    """Return the UUID of the process's GPU, or nothing on the CPU."""
-    if device != "cuda":
-        return ""
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 def allocated_bytes(device: str) -> int:

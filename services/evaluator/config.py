@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from common.config.loading import Table
-from common.config.shared import ControlPlaneTable, RunTable, TargetTable
+from common.config.shared import ControlPlaneTable, PlacementTable, RunTable, TargetTable
 
 
 def _existing_file(path: Path) -> Path:
@@ -119,3 +119,4 @@ class EvaluatorConfig(Table):
     target: TargetTable
     evaluation: EvaluationTable
     control_plane: ControlPlaneTable = ControlPlaneTable()
+    placement: PlacementTable = PlacementTable()

@@ -17,14 +17,14 @@ import json
 import logging
 import threading
 from collections.abc import Iterable
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from common.contracts.control_messages import Command, EvaluationResult, EvaluatorReport, Phase
 from common.errors import CaptureMismatchError, CheckpointError
-from common.telemetry.control_link import ControlLink, Identity, ServiceState
+from common.telemetry.control_link import ServiceState
+from common.telemetry.late import LateService
 from common.telemetry.metrics import MetricsLog
 from services.evaluator.build import Arm, Bench, build_bench
 from services.evaluator.checkpoints import (
@@ -51,32 +51,26 @@ _KEPT_RESULTS = 16
 _log = logging.getLogger(__name__)
 
 
-def evaluate(config: EvaluatorConfig, stop: threading.Event) -> None:
-    """Load, evaluate, and report to the control plane meanwhile."""
-    status = Status()
-    run = config.run
+def evaluate(config: EvaluatorConfig, stop: threading.Event, late: LateService) -> None:
+    """Load and evaluate; `late` is what the control plane hears meanwhile."""
+    status = Status(stop)
     status.is_following = config.evaluation.follow
-    newest_first = threading.Event()
-    with ControlLink(
-        Identity("evaluator", "evaluator", run.name),
-        run.directory / "control.sock",
-        interval_seconds=config.control_plane.heartbeat_seconds,
-        describe=status.describe,
-        on_command=partial(_obey, stop, newest_first),
-    ) as link:
-        known, source = _find(config, stop, newest_first, status)
-        if known:
-            bench = build_bench(config, known)
-            status.phase = "running"
-            link.report_soon()
-            Evaluator(config, bench, status, stop).run(source)
-        status.phase = "done"
+    late.bind(status)
+    known, source = _find(config, stop, status)
+    if known:
+        bench = build_bench(config, known)
+        status.phase = "running"
+        Evaluator(config, bench, status, stop).run(source)
+    status.phase = "done"
 
 
 class Status:
     """What heartbeats say: written by the main thread, read by the link's."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: threading.Event) -> None:
+        self.newest_first = threading.Event()
+        """The newest checkpoints are to come before older ones."""
+        self._stop = stop
         self.phase: Phase = "loading"
         self.detail = ""
         self.num_done = 0
@@ -92,6 +86,13 @@ class Status:
             results=self.results,
         )  # fmt: skip
         return ServiceState(self.phase, self.detail, self._progress, report)
+
+    def obey(self, command: Command) -> None:
+        """Stop behind the current pass, or take the newest checkpoints next; no other is for it."""
+        if command.name in ("stop", "drain"):
+            self._stop.set()
+        elif command.name == "evaluate":
+            self.newest_first.set()
 
     def note(self, num_answers: int) -> None:
         """Note a pass, or a look for checkpoints, and the answers that it has ended."""
@@ -253,7 +254,7 @@ def check_same_text(checkpoint: Path, records: list[PromptRecord]) -> None:
 
 
 def _find(
-    config: EvaluatorConfig, stop: threading.Event, newest_first: threading.Event, status: Status
+    config: EvaluatorConfig, stop: threading.Event, status: Status
 ) -> tuple[list[Path], Iterable[Path]]:
     """Return the checkpoints that are known at the start, and all of them as they come."""
     run, table = config.run, config.evaluation
@@ -266,7 +267,7 @@ def _find(
         status.detail = "looks for checkpoints"
         return run.training_ended.exists()
 
-    coming = follow_checkpoints(run.directory, stop, newest_first, has_ended)
+    coming = follow_checkpoints(run.directory, stop, status.newest_first, has_ended)
     first = list(islice(coming, 1))
     return first, chain(first, coming)
 
@@ -288,11 +289,3 @@ def _settings(config: EvaluatorConfig, bench: Bench) -> dict[str, Any]:
     }
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found
-
-
-def _obey(stop: threading.Event, newest_first: threading.Event, command: Command) -> None:
-    """Stop behind the current pass, or take the newest checkpoints next; no other is for it."""
-    if command.name in ("stop", "drain"):
-        stop.set()
-    elif command.name == "evaluate":
-        newest_first.set()

@@ -1,4 +1,4 @@
-"""`python -m services.target_server`: parse, claim a ring, build, capture."""
+"""`python -m services.target_server`: parse, claim a ring, take a GPU, build, capture."""
 
 import contextlib
 import sys
@@ -8,6 +8,8 @@ from common.config.command_line import parse
 from common.contracts.control_messages import TargetReport
 from common.errors import TargetCheckError
 from common.lifecycle import heavy_imports, run_service
+from common.placement.place import PlaceSeeker
+from common.target.footprint import RUNTIME_BYTES, measure_target
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
@@ -39,6 +41,11 @@ def main(stop: threading.Event) -> None:
             on_command=late.obey,
         )
         stack.enter_context(link)
+        if run.device == "cuda":
+            seeker = PlaceSeeker(link, run.directory, config.placement, late.enter, stop)
+            if seeker.take(target_bytes(config)) is None:
+                return
+            late.enter("loading")
         # They come after the config is known to be good.
         with heavy_imports():
             from services.target_server.assemble import open_server
@@ -50,6 +57,14 @@ def main(stop: threading.Event) -> None:
             raise
         late.bind(server)
         server.run()
+
+
+def target_bytes(config: TargetServerConfig) -> int:
+    """Return what a target server's GPU holds, by estimate: weights, its ring, a row on its way."""
+    size = measure_target(config.target)
+    row = size.row_bytes(config.data.row_tokens)
+    ring = 0 if config.ring.transport == "host" else config.ring.num_slots * row
+    return size.weight_bytes + ring + 2 * row + RUNTIME_BYTES
 
 
 def failed_report(target: str, checks: dict[str, str]) -> TargetReport:

@@ -8,6 +8,7 @@ from common.config.shared import (
     Groups,
     GroupTable,
     HeldOutTable,
+    PlacementTable,
     RingTable,
     RunTable,
     TargetTable,
@@ -27,6 +28,7 @@ class TargetServerConfig(Table):
     ring: RingTable = RingTable()
     groups: Groups = {"main": GroupTable()}
     control_plane: ControlPlaneTable = ControlPlaneTable()
+    placement: PlacementTable = PlacementTable()
 
     @model_validator(mode="after")
     def _can_have_its_transport(self) -> "TargetServerConfig":

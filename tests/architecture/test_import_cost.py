@@ -19,6 +19,7 @@ LIGHT_MODULES = (
     "common.lifecycle",
     "common.drafters.dflash.config",
     "common.drafters.dflash.lint",
+    "common.placement.place",
 )
 HEAVY_MODULES = ("torch", "numpy", "transformers")
 

@@ -17,6 +17,7 @@ from common.drafters.dflash.checkpoint import write_drafter
 from common.drafters.dflash.config import DrafterTable, resolve_spec
 from common.errors import CaptureMismatchError, ConfigError
 from common.target.loading import describe_target
+from common.telemetry.late import LateService
 from services.evaluator.build import build_bench
 from services.evaluator.checkpoints import find_checkpoints
 from services.evaluator.config import EvaluatorConfig
@@ -64,7 +65,7 @@ def config_of(home: Path, **changes: Any) -> EvaluatorConfig:
 
 
 def test_newest_checkpoint_of_each_series_is_evaluated_and_written(home: Path) -> None:
-    evaluate(config_of(home), threading.Event())
+    evaluate(config_of(home), threading.Event(), LateService())
     written = sorted(path.name for path in (home / "run" / "evaluations").iterdir())
     assert written == ["main-0-step-000020.json", "other-0-step-000005.json"]
     body = json.loads((home / "run" / "evaluations" / written[0]).read_text(encoding="utf-8"))
@@ -85,7 +86,7 @@ def test_a_stop_leaves_no_half_result(home: Path) -> None:
     stop = threading.Event()
     stop.set()
     first = home / "run" / "checkpoints" / "main" / "0" / "step-000000"
-    evaluate(config_of(home, evaluation__checkpoints=json.dumps([str(first)])), stop)
+    evaluate(config_of(home, evaluation__checkpoints=json.dumps([str(first)])), stop, LateService())
     assert not (home / "run" / "evaluations" / "main-0-step-000000.json").exists()
 
 
@@ -104,7 +105,7 @@ def test_what_cannot_be_evaluated_is_refused(
 ) -> None:
     changes = {key: value.replace("HOME", str(home)) for key, value in changes.items()}
     with pytest.raises(ConfigError, match=message):
-        evaluate(config_of(home, **changes), threading.Event())
+        evaluate(config_of(home, **changes), threading.Event(), LateService())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_checkpoint_of_another_target_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     changed = config_of(home, evaluation__checkpoints=json.dumps([str(tmp_path)]))
     with pytest.raises(ConfigError, match=message):
-        evaluate(changed, threading.Event())
+        evaluate(changed, threading.Event(), LateService())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_drafter_that_would_not_be_scored_as_what_it_is_is_refused(
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     changed = config_of(home, evaluation__checkpoints=json.dumps([str(tmp_path / "draft")]))
     with pytest.raises(ConfigError, match=message):
-        evaluate(changed, threading.Event())
+        evaluate(changed, threading.Event(), LateService())
 
 
 def test_drafter_whose_tensors_do_not_fit_is_refused_with_each_name(
@@ -163,14 +164,18 @@ def test_drafter_whose_tensors_do_not_fit_is_refused_with_each_name(
         match=r"norm.weight is missing; mask_embedding is not known; "
         r"fc.weight got \(32, 63\), expected \(32, 64\)",
     ):
-        evaluate(changed, threading.Event())
+        evaluate(changed, threading.Event(), LateService())
 
 
 def test_drafter_of_another_place_is_scored_under_its_own_name(home: Path, tmp_path: Path) -> None:
     source = home / "run" / "checkpoints" / "main" / "0" / "step-000000"
     shutil.copytree(source, tmp_path / "theirs")
     settings = {"evaluation__checkpoints": json.dumps([str(tmp_path / "theirs")])}
-    evaluate(config_of(home, run__directory=tmp_path / "run", **settings), threading.Event())
+    evaluate(
+        config_of(home, run__directory=tmp_path / "run", **settings),
+        threading.Event(),
+        LateService(),
+    )
     body = report_of(tmp_path / "run" / "evaluations" / "theirs.json")
     assert (body["step"], body["best_acceptance_length"]) == (0, 0.0)
 
@@ -215,7 +220,7 @@ def test_arms_temperatures_tags_and_context_lengths_are_told_apart(
         [f"run.directory={tmp_path}/run", f'evaluation.checkpoints=["{home}/run/checkpoints/main/0/step-000020"]'],
         environment={},
     )  # fmt: skip
-    evaluate(config, threading.Event())
+    evaluate(config, threading.Event(), LateService())
     name = "main-0-step-000020"
     reports = {p.stem: report_of(p) for p in (tmp_path / "run" / "evaluations").iterdir()}
     assert set(reports) == {

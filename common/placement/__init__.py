@@ -1,0 +1,1 @@
+"""Places on GPUs: which one a process takes, before it touches CUDA. No torch."""
