@@ -3,9 +3,9 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from common.config.addresses import IPC, is_loopback, split_address
 from common.config.loading import Table
@@ -269,10 +269,10 @@ class ControlPlaneTable(Table):
     """Interval of the services' heartbeats to the control plane."""
 
 
-def _gpu_name(name: int | str) -> int | str:
+def _gpu_name(name: Any) -> int | str:
     is_index = isinstance(name, int) and not isinstance(name, bool) and name >= 0
     if is_index or (isinstance(name, str) and re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z/-]+", name)):
-        return name
+        return cast("int | str", name)
     raise ValueError(
         f"got {name!r}, expected a GPU's index or UUID as `nvidia-smi -L` shows them, such as 0 or "
         f"'GPU-8f6a...'"
@@ -288,7 +288,7 @@ class PlacementTable(Table):
 
     workers_per_gpu: int = Field(default=0, ge=0, le=64)
     """Most workers on one GPU; 0: as many as fit by their estimated bytes."""
-    reserved_for_targets: tuple[Annotated[int | str, AfterValidator(_gpu_name)], ...] = ()
+    reserved_for_targets: tuple[Annotated[int | str, BeforeValidator(_gpu_name)], ...] = ()
     """GPUs that only target servers take, by index or UUID as `nvidia-smi -L` shows them; they take
     these first."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86_400)

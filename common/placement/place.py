@@ -78,17 +78,15 @@ class PlaceSeeker:
                 show_only_gpu(found.gpu.uuid)
                 _log.info("GPU %s (%s): %s", found.gpu.uuid, found.gpu.name, found.reason)
                 return found
-            if isinstance(found, GpuGrant):  # its lock is another's: say so with the next claim
-                locked, reason = (*claim.locked, found.gpu_uuid), f"{found.gpu_uuid} is taken"
-            else:
-                locked, reason = (), found.reason
+            if isinstance(found, GpuGrant):  # its lock is another's: ask for the next one
+                locked = (*claim.locked, found.gpu_uuid)
+                claim = claim.model_copy(update={"locked": locked})
+                continue
             if time.monotonic() >= deadline:
-                raise PlacementError(f"{reason} (waited {limit:g} s, placement.wait_seconds)")
-            self.enter("waiting", reason)
-            gpus = self._read_visible()
-            claim = claim.model_copy(update={"gpus": gpus, "locked": tuple(dict.fromkeys(locked))})
-            if not locked:
-                self.stop.wait(_AGAIN_SECONDS)
+                raise PlacementError(f"{found.reason} (waited {limit:g} s, placement.wait_seconds)")
+            self.enter("waiting", found.reason)
+            self.stop.wait(_AGAIN_SECONDS)
+            claim = GpuClaim(gpus=self._read_visible(), num_bytes=num_bytes)
         return None
 
     def _read_visible(self) -> tuple[Gpu, ...]:

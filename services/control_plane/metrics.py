@@ -4,6 +4,7 @@ Nothing is counted here: counters are the services' own absolute figures, so a s
 restart of the control plane goes on where the last one ended.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -74,6 +75,7 @@ class StatusCollector(Collector):
         yield from _rings(status)
         yield from _rows(status)
         yield from _evaluations(status)
+        yield from _places(status)
         refused = _counter("control_plane_refused_messages", "Messages dropped.", ("reason",))
         for reason, count in status.refused_messages.items():
             refused.add_metric((reason,), count)
@@ -101,6 +103,23 @@ def _instances(status: Status) -> Iterator[Metric]:
         stalled.add_metric(name, view.condition == "stalled")
         age.add_metric(name, view.heartbeat_age_seconds)
     yield from (up, stalled, age)
+
+
+def _places(status: Status) -> Iterator[Metric]:
+    leases = _gauge("control_plane_gpu_leases", "Processes with a lease.", ("gpu", "service"))
+    free = _gauge("control_plane_gpu_free_bytes", "Memory for another process.", ("gpu",))
+    for gpu in status.gpus:
+        free.add_metric((gpu.uuid,), gpu.free_bytes)
+        for service, count in Counter(holder.service for holder in gpu.holders).items():
+            leases.add_metric((gpu.uuid, service), count)
+    advised = _gauge(
+        "control_plane_advised_tokens_per_second",
+        "Tokens a second of the slowest group by estimate, with one more.", ("add",),
+    )  # fmt: skip
+    if (advice := status.bottleneck.advice) is not None:
+        advised.add_metric(("worker",), advice.with_another_worker)
+        advised.add_metric(("target",), advice.with_another_target)
+    yield from (leases, free, advised)
 
 
 def _targets(status: Status) -> Iterator[Metric]:
