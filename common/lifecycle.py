@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from common.errors import ConfigError, RingdraftError
+from common.errors import ConfigError, PlacementError, RingdraftError
 
 EXIT_CLEAN = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_NO_PLACE = 75
+"""No GPU had room for it, as sysexits.h has it for what may do later."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Signals this close together are one request: a wrapper may pass on what the terminal has sent
@@ -49,6 +51,9 @@ def run_service(main: Callable[[threading.Event], int | None]) -> int:
     except ConfigError as error:
         _log.error("%s", error)
         return EXIT_CONFIG
+    except PlacementError as error:
+        _log.error("%s", error)
+        return EXIT_NO_PLACE
     except RingdraftError as error:
         _log.critical("%s: %s", type(error).__name__, error, exc_info=True)
         return EXIT_FAILED

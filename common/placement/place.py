@@ -84,7 +84,8 @@ class PlaceSeeker:
                 continue
             if time.monotonic() >= deadline:
                 raise PlacementError(f"{found.reason} (waited {limit:g} s, placement.wait_seconds)")
-            self.enter("waiting", found.reason)
+            # Waiting is overdue at some time; for one that may wait for the whole run it never is.
+            self.enter("paused" if self.waits_for_ever else "waiting", found.reason)
             self.stop.wait(_AGAIN_SECONDS)
             claim = GpuClaim(gpus=self._read_visible(), num_bytes=num_bytes)
         return None

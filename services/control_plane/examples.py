@@ -13,6 +13,7 @@ from common.contracts.control_messages import (
     TargetReport,
     WorkerReport,
 )
+from common.contracts.placement_messages import Gpu, GpuClaim
 from common.contracts.sequences import ONE_RING
 from services.control_plane.changes import Event
 from services.control_plane.history import History, make_sample
@@ -21,6 +22,8 @@ from services.control_plane.status import Status
 from services.control_plane.view import build_status
 
 _RUN, _DIRECTORY = "qwen3-4b", "runs/qwen3-4b-20260101-120000"
+_GPUS = tuple(f"GPU-8f6a2c1e-0000-4000-8000-{index:012x}" for index in range(2))
+_GIB = 1 << 30
 _CHECKPOINT = f"{_DIRECTORY}/checkpoints/main/0/step-000200"
 
 READY = {"is_ready": True, "reason": ""}
@@ -65,6 +68,20 @@ def example_heartbeats(num_workers: int = 1) -> list[ServiceHeartbeat]:
     return [_beat("target_server", "target-0", 1, "row 215", 215, _target()), *workers]
 
 
+def _claim(held: str) -> GpuClaim:
+    gpus = tuple(
+        Gpu(
+            uuid=uuid,
+            name="NVIDIA H200",
+            index=index,
+            total_bytes=140 * _GIB,
+            free_bytes=139 * _GIB,
+        )
+        for index, uuid in enumerate(_GPUS)
+    )
+    return GpuClaim(gpus=gpus, num_bytes=12 * _GIB, held=held)
+
+
 def _beat(
     service: ServiceKind, instance: str, session: int, detail: str, progress: int, report: Report
 ) -> ServiceHeartbeat:
@@ -72,6 +89,7 @@ def _beat(
     return ServiceHeartbeat(
         service=service, instance=instance, session=session, number=1, run=_RUN, pid=4000 + session,
         host="trainer", phase=phase, detail=detail, progress=progress, report=report,
+        claim=_claim(_GPUS[service == "drafter_worker"]),
     )  # fmt: skip
 
 
@@ -96,7 +114,7 @@ def _target() -> TargetReport:
 
 def _worker(index: int) -> WorkerReport:
     return WorkerReport(
-        group="main", index=index, device="cuda", gpu_uuid="", step=212, trained_rows=212,
+        group="main", index=index, device="cuda", gpu_uuid=_GPUS[1], step=212, trained_rows=212,
         trained_tokens=434176, tokens_per_second=20100.0, loss=2.71,
         acceptance_rate_at=(0.71, 0.52), accepted_prefix_length=1.4, learning_rate=6e-4,
         gradient_norm=0.8, starved_seconds=0.6, sync_seconds=0.0, step_seconds=0.1,

@@ -19,7 +19,8 @@ class LauncherTable(Table):
     """Restarts of one service before its failure stops the run."""
     on_worker_failure: Literal["stop", "go_on"] = "stop"
     """What a worker's failure, after its restarts, means while others train: the run's end, or theirs
-    is waited for. Config that a worker refuses ends the run either way."""
+    is waited for. Config that a worker refuses ends the run either way; a worker that no GPU has room
+    for ends it only where it is the last."""
     restart_delay_seconds: float = Field(default=1.0, ge=0)
     """Pause before a restart; doubles with each of a service."""
     evaluate: bool = True

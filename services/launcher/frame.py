@@ -70,6 +70,7 @@ def _lines(status: Row | None, *, is_answered: bool, width: int) -> Iterator[Tex
     yield from _table(_targets(status["target"]["instances"]), width)
     yield from _table(_rings(status["rings"]), width)
     yield from _table(_workers(status["workers"]), width)
+    yield from _table(_gpus(status["gpus"]), width)
     yield from _table(_evaluations(status["evaluations"][-_KEPT_EVALUATIONS:]), width)
 
 
@@ -88,6 +89,8 @@ def _summary(status: Row, width: int) -> Iterator[Text]:
         f"{share(bottleneck['starved_share'])}", "", width,
     )  # fmt: skip
     yield from _wrapped(f"bottleneck: {bottleneck['name']} - {bottleneck['reason']}", "dim", width)
+    if (advice := bottleneck["advice"]) is not None:
+        yield from _wrapped(advice["text"], "dim", width)
     if not status["is_ready"]:
         yield from _wrapped(f"not ready: {status['not_ready_reason']}", "yellow", width)
 
@@ -152,11 +155,27 @@ def _workers(views: Sequence[Row]) -> list[Column]:
         _column("held out", 8, [number(each.get("acceptance_length"), 3) for each in walked]),
         _column("step s", 7, [number(report.get("step_seconds"), 3) for report in reports]),
         _column("group", 9, [report.get("group", "-") for report in reports]),
+        _column("GPU", 12, [report.get("gpu_uuid") or "-" for report in reports]),
         _column("MiB", 10, [number(m and m / _MEBIBYTE, 0) for m in memory]),
         _column("recompiles", 11, [number(report.get("recompiles"), 0) for report in reports]),
-        _column("first s", 12, [number(r.get("seconds_to_first_step"), 1) for r in reports]),
-        _column("detail", 13, [view["detail"] for view in views]),
+        _column("first s", 13, [number(r.get("seconds_to_first_step"), 1) for r in reports]),
+        _column("detail", 14, [view["detail"] for view in views]),
     ]
+
+
+def _gpus(places: Sequence[Row]) -> list[Column]:
+    return [
+        _column("GPU", 0, [place["uuid"] for place in places]),
+        _column("has", 1, [_holders(place) for place in places]),
+        _column("free MiB", 2, [number(place["free_bytes"] / _MEBIBYTE, 0) for place in places]),
+        _column("of MiB", 3, [number(place["total_bytes"] / _MEBIBYTE, 0) for place in places]),
+        _column("name", 4, [place["name"] for place in places]),
+    ]
+
+
+def _holders(place: Row) -> str:
+    names = [holder["instance"] for holder in place["holders"]]
+    return ", ".join(names) or ("kept for targets" if place["is_reserved"] else "-")
 
 
 def _evaluations(results: Sequence[Row]) -> list[Column]:

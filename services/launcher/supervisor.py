@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from common.lifecycle import EXIT_CONFIG
+from common.lifecycle import EXIT_CONFIG, EXIT_NO_PLACE
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
 from services.launcher.config import LauncherTable
 from services.launcher.process import Role, ServiceProcess, ServiceSpec
@@ -179,8 +179,10 @@ class Supervisor:
         )
 
     def _may_go_on_without(self, process: ServiceProcess) -> bool:
+        # Who found no GPU has done nothing that the others would miss.
+        is_extra = process.exit_code == EXIT_NO_PLACE
         return (
-            self._table.on_worker_failure == "go_on"
+            (is_extra or self._table.on_worker_failure == "go_on")
             and process.spec.role == "drafter_worker"
             and process.exit_code != EXIT_CONFIG
             and any(not worker.exit_code for worker in self._of("drafter_worker"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, RingdraftError
+from common.lifecycle import EXIT_NO_PLACE
 from common.ring.segment import SEGMENT_DIRECTORY
 from services.launcher.config import LauncherTable
 from services.launcher.dry_run import check
@@ -343,6 +344,17 @@ def test_workers_go_on_without_one_that_failed_where_that_is_asked_for(
     outcome = run_to_end(supervise(tmp_path, stop, said), *workers)
     assert outcome.failed is not None
     assert outcome.failed.spec.name == "a"
+
+
+def test_a_worker_that_no_gpu_has_room_for_is_no_reason_to_stop(tmp_path, stop, said) -> None:
+    none = f"import sys; sys.exit({EXIT_NO_PLACE})"
+    extra, other = spec("drafter_worker", none, "a"), spec("drafter_worker", END, "b")
+    supervisor = supervise(tmp_path, stop, said)
+    assert run_to_end(supervisor, extra, other) == Outcome("finished")
+    assert [process.spec.name for process in supervisor.lost] == ["a"]
+    assert run_to_end(supervise(tmp_path, stop, said), extra).kind == "failed"
+    target = spec("target_server", none, "t")
+    assert run_to_end(supervise(tmp_path, stop, said), target, other).kind == "failed"
 
 
 @pytest.mark.parametrize(
