@@ -22,3 +22,9 @@ def absence(group: dict[str, Any]) -> str:
     """Say how long a group has been without a worker, and what that does."""
     state = "detached" if group["is_detached"] else f"{group['num_waiting']} rows wait"
     return f"{group['group']} ({state}, {group['absent_seconds']:.0f} s)"
+
+
+def holders(place: dict[str, Any]) -> str:
+    """Say who has a GPU."""
+    names = [holder["instance"] for holder in place["holders"]]
+    return ", ".join(names) or ("kept for targets" if place["is_reserved"] else "-")

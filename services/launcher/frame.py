@@ -11,7 +11,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from services.launcher.figures import absence, counts, number, share
+from services.launcher.figures import absence, counts, holders, number, share
 from services.launcher.progress import rows_trained
 
 Row = dict[str, Any]
@@ -166,16 +166,11 @@ def _workers(views: Sequence[Row]) -> list[Column]:
 def _gpus(places: Sequence[Row]) -> list[Column]:
     return [
         _column("GPU", 0, [place["uuid"] for place in places]),
-        _column("has", 1, [_holders(place) for place in places]),
+        _column("has", 1, [holders(place) for place in places]),
         _column("free MiB", 2, [number(place["free_bytes"] / _MEBIBYTE, 0) for place in places]),
         _column("of MiB", 3, [number(place["total_bytes"] / _MEBIBYTE, 0) for place in places]),
         _column("name", 4, [place["name"] for place in places]),
     ]
-
-
-def _holders(place: Row) -> str:
-    names = [holder["instance"] for holder in place["holders"]]
-    return ", ".join(names) or ("kept for targets" if place["is_reserved"] else "-")
 
 
 def _evaluations(results: Sequence[Row]) -> list[Column]:

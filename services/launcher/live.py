@@ -12,9 +12,11 @@ from rich.table import Table
 
 from common.errors import ConfigError, RingdraftError
 from common.lifecycle import EXIT_CLEAN
-from services.launcher.figures import absence, counts, number, share
+from services.launcher.figures import absence, counts, holders, number, share
 from services.launcher.progress import describe, fetch_status, rows_trained
 from services.launcher.rundir import STOP_NAME, find_run, launcher_pid
+
+_GIBIBYTE = 1 << 30
 
 
 def stop_run(given: Path | None, timeout_seconds: float) -> int:
@@ -60,9 +62,12 @@ def show_status(given: Path | None) -> int:
     total = status["target"]["total_rows"] or "?"
     console.print(f"{status['run']['name']}: {status['run']['state']}, "
                   f"{rows_trained(status)}/{total} rows, {describe(status)}")  # fmt: skip
-    for table in (_services(status), _groups(status), _rings(status), _evaluations(status)):
+    tables = (_services, _groups, _rings, _gpus, _evaluations)
+    for table in (make(status) for make in tables):
         if table.row_count:
             console.print(table)
+    if (advice := status["bottleneck"]["advice"]) is not None:
+        console.print(advice["text"])
     for entry in status["overdue"]:
         console.print(entry["text"])
     for alarm in status["alarms"]:
@@ -125,6 +130,15 @@ def _rings(status: dict[str, Any]) -> Table:
                       counts(ring["slots"]), counts(ring["deliveries"]),
                       number(ring["oldest_lease_seconds"], 1),
                       ", ".join(map(absence, ring["absent_groups"])))  # fmt: skip
+    return table
+
+
+def _gpus(status: dict[str, Any]) -> Table:
+    table = _table("GPUs", "UUID", "name", "has", "free GiB", "of GiB")
+    for place in status["gpus"]:
+        table.add_row(place["uuid"], place["name"], holders(place),
+                      number(place["free_bytes"] / _GIBIBYTE, 1),
+                      number(place["total_bytes"] / _GIBIBYTE, 1))  # fmt: skip
     return table
 
 

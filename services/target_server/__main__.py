@@ -9,12 +9,12 @@ from common.contracts.control_messages import TargetReport
 from common.errors import TargetCheckError
 from common.lifecycle import heavy_imports, run_service
 from common.placement.place import PlaceSeeker
-from common.target.footprint import RUNTIME_BYTES, measure_target
 from common.telemetry import logs
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
 from services.target_server.claim import claim_shard
 from services.target_server.config import TargetServerConfig
+from services.target_server.estimate import target_bytes
 
 
 def main(stop: threading.Event) -> None:
@@ -57,14 +57,6 @@ def main(stop: threading.Event) -> None:
             raise
         late.bind(server)
         server.run()
-
-
-def target_bytes(config: TargetServerConfig) -> int:
-    """Return what a target server's GPU holds, by estimate: weights, its ring, a row on its way."""
-    size = measure_target(config.target)
-    row = size.row_bytes(config.data.row_tokens)
-    ring = 0 if config.ring.transport == "host" else config.ring.num_slots * row
-    return size.weight_bytes + ring + 2 * row + RUNTIME_BYTES
 
 
 def failed_report(target: str, checks: dict[str, str]) -> TargetReport:

@@ -1,6 +1,6 @@
-"""`python -m services.target_server.estimate`: bytes of rows and rings, before anything starts.
+"""`python -m services.target_server.estimate`: bytes of rows, rings and processes on GPUs, before a start.
 
-By the config of run and target alone: no weights, no data are read. People read stderr; stdout gets one
+By the config of run, target and drafter alone: no weights, no data are read. People read stderr; stdout gets one
 JSON line, whose `shm_size` is what a container engine is told.
 """
 
@@ -13,8 +13,11 @@ from common.config.command_line import parse
 from common.config.loading import Table
 from common.config.shared import RingTable, RunTable, TargetTable
 from common.contracts.rows import AuxDtype, RowSchema
+from common.drafters.dflash.config import DrafterTable
+from common.drafters.dflash.footprint import worker_bytes
 from common.lifecycle import run_service
 from common.ring.layout import SlotLayout
+from common.target.footprint import RUNTIME_BYTES, measure_target
 from common.telemetry import logs
 from services.target_server.data_config import DataTable
 
@@ -30,6 +33,7 @@ class EstimateConfig(Table):
     target: TargetTable
     data: DataTable
     ring: RingTable = RingTable()
+    drafter: DrafterTable = DrafterTable()
 
 
 class RowConfig(Protocol):
@@ -74,8 +78,26 @@ def row_bytes(config: RowConfig) -> dict[str, Any]:
     }
 
 
+def target_bytes(config: RowConfig) -> int:
+    """Return what a target server's GPU holds: weights, a ring that may be there, a row on its way."""
+    size = measure_target(config.target)
+    row = size.row_bytes(config.data.row_tokens)
+    ring = 0 if config.ring.transport == "host" else config.ring.num_slots * row
+    return size.weight_bytes + ring + 2 * row + RUNTIME_BYTES
+
+
+def gpu_bytes(config: EstimateConfig) -> dict[str, int]:
+    """Return what each kind of process takes of a GPU, which is what places are chosen by."""
+    size = measure_target(config.target)
+    return {
+        "target_server": target_bytes(config),
+        "drafter_worker": worker_bytes(config.drafter, size),
+        "evaluator": size.weight_bytes + RUNTIME_BYTES,
+    }
+
+
 def estimate(config: EstimateConfig) -> dict[str, Any]:
-    """Return `row_bytes`, and the shared memory of all rings where they are no GPU's."""
+    """Return `row_bytes`, `gpu_bytes`, and the shared memory of all rings where they are no GPU's."""
     found = row_bytes(config)
     rings = found["ring"] * config.target.replicas
     mebibytes = -(-(rings + _MARGIN_BYTES) // _MEBIBYTE)
@@ -84,6 +106,7 @@ def estimate(config: EstimateConfig) -> dict[str, Any]:
         "rings": config.target.replicas,
         "shared_memory": rings,
         "shm_size": f"{mebibytes}m",
+        "gpu": gpu_bytes(config),
     }
 
 

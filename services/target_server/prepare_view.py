@@ -18,10 +18,12 @@ def show(report: dict[str, Any]) -> None:
 
 
 def show_estimate(found: dict[str, Any]) -> None:
-    """Print what rows and rings take."""
+    """Print what rows, rings and processes take."""
     table = _ring_bytes(found)
     table.add_row(f"/dev/shm, {found['rings']} rings" if found["rings"] > 1 else "/dev/shm",
                   f"{readable(found['shared_memory'])}; for containers SHM_SIZE={found['shm_size']}")  # fmt: skip
+    for service, num_bytes in found["gpu"].items():
+        table.add_row(f"a {service}'s GPU, about", readable(num_bytes))
     Console(stderr=True, highlight=False, markup=False).print(table)
 
 

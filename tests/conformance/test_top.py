@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from common.contracts.placement_messages import GpuClaim
 from tests.control_planes import WATCHDOG_SECONDS, Line, Served
 from tests.heartbeats import beat, evaluator_report, target_report, worker_report
+from tests.seekers import GIB, gpu
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()].|[=>])")
 HOME = "\x1b[H"
@@ -207,6 +209,17 @@ def test_one_frame_ends_by_itself(served: Served, line: Line) -> None:
     served.close()
     code, lines = once(served.directory, 80)
     assert (code, lines) == (1, ["control plane not reachable, trying again"])
+
+
+def test_it_shows_who_has_which_gpu(served: Served, line: Line) -> None:
+    claim = GpuClaim(gpus=(gpu(0), gpu(1)), num_bytes=GIB, held="GPU-0001")
+    report = worker_report(gpu_uuid="GPU-0001")
+    line.ask(beat("drafter_worker", 2, instance="main-0", report=report, claim=claim))
+    code, lines = once(served.directory, 300)
+    assert code == 0
+    assert any(text.split() == ["GPU-0000", "-", "142336", "143360", "H200"] for text in lines)
+    assert any(text.split()[:2] == ["GPU-0001", "main-0"] for text in lines)
+    assert any("main-0" in text and "GPU-0001" in text for text in lines if "running" in text)
 
 
 def test_without_a_terminal_it_names_the_way_out(served: Served) -> None:

@@ -106,6 +106,12 @@ def test_bytes_are_those_of_the_slots(folder):
     shared = estimate.estimate(rings)
     assert shared["shared_memory"] == 2 * shared["ring"] == 16 * found["per_row"]
     assert int(shared["shm_size"].removesuffix("m")) << 20 > shared["shared_memory"]
+    on_host = load(estimate.EstimateConfig, [folder / "run.toml"], ["ring.transport=host"], {})
+    on_gpu, off_gpu = shared["gpu"], estimate.estimate(on_host)["gpu"]
+    # Without the pages of small fields, which are no part of this estimate.
+    ring = 8 * 128 * 2 * 32 * 2
+    assert on_gpu["target_server"] - off_gpu["target_server"] == ring
+    assert on_gpu["drafter_worker"] == off_gpu["drafter_worker"] > 0
     halved = load(prepare.PrepareConfig, [folder / "run.toml"], ["ring.aux_dtype=fp8"], {})
     assert prepare.estimate(halved, 10)["per_row"] < found["per_row"]
 
