@@ -32,6 +32,7 @@ _FILES = {
     "logs/": "a log for each process, of all its starts",
     "cursors/": "where the packing of rows was: a resume goes on from there",
     "recipes/": "which prompts went into which row, where the target answers them",
+    "gpus/": "locks of processes on their GPUs, by UUID and service",
     "index/": "where the lines of the data files begin",
     "control.json": "address of `/status`, `/metrics` and the page, while it runs",
     "control.token": "what commands to it need; readable by its owner alone",

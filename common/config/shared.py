@@ -291,6 +291,8 @@ class PlacementTable(Table):
     reserved_for_targets: tuple[Annotated[int | str, BeforeValidator(_gpu_name)], ...] = ()
     """GPUs that only target servers take, by index or UUID as `nvidia-smi -L` shows them; they take
     these first."""
+    check_memory: bool = True
+    """Whether a GPU must have free what the process is estimated to take."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86_400)
     """How long a process waits for a place before it gives up; an evaluator that follows the run
     waits as long as the run lasts."""

@@ -82,10 +82,11 @@ class PlacementPolicy:
                 "see <run_dir>/gpus for their pids",
             )
         free = free_bytes(gpu, holders)
-        if free < claim.num_bytes:
+        if self._table.check_memory and free < claim.num_bytes:
             return _Obstacle(
                 f"has {free / _GIB:.1f} GiB free of the {claim.num_bytes / _GIB:.1f} GiB that it takes",
-                "free memory, or make what runs there smaller",
+                "free memory, make what runs there smaller, or set placement.check_memory = false where "
+                "the estimate is wrong",
             )
         return None
 

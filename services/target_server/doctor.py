@@ -4,6 +4,7 @@ Each check does the thing itself, in small, and says what it found; one that fai
 of a run is changed. What a config has (target, transport, ring, port) is checked as that run would have it.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -11,45 +12,35 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
-from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
 from common.config.command_line import parse
-from common.config.loading import Table
-from common.config.shared import ControlPlaneTable, RingTable, RunTable, TargetTable
-from common.errors import RingdraftError
+from common.config.environment import read_visible_gpus
+from common.config.shared import TargetTable
+from common.contracts.placement_messages import GpuClaim, GpuRefusal
+from common.errors import ConfigError, RingdraftError
 from common.lifecycle import lock_holder, run_service
+from common.placement.nvml import read_gpus
+from common.placement.policy import PlacementPolicy
+from common.placement.visible import visible_gpus
 from common.telemetry import logs
+from services.target_server.containers import check_container, check_namespaces
 from services.target_server.data_config import DataTable
+from services.target_server.estimate import EstimateConfig, gpu_bytes
+from services.target_server.finding import DoctorConfig, Finding, State
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
 _DOCKER_BYTES = 64 << 20
 _MIB = 1 << 20
-
-
-class DoctorConfig(Table):
-    """What `python -m services.target_server.doctor` reads; all of it may be left out."""
-
-    run: RunTable = RunTable()
-    target: TargetTable | None = None
-    data: DataTable | None = None
-    ring: RingTable = RingTable()
-    control_plane: ControlPlaneTable = ControlPlaneTable()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found."""
-
-    check: str
-    state: Literal["ok", "warning", "failed", "skipped"]
-    text: str
-    fix: str = ""
+_GPU_KEY = (
+    "compose: compose.gpu.yaml, whose `deploy.resources.reservations.devices` asks the engine for GPUs by "
+    "the NVIDIA container toolkit"
+)
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
@@ -58,11 +49,13 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
         ("packages", check_packages),
         ("driver", check_driver),
         ("GPU", check_gpu),
+        ("places", check_places),
         ("peer access", check_peers),
         ("transport", check_transport),
         ("/dev/shm", check_shared_memory),
         ("ring", check_ring),
         ("namespaces", check_namespaces),
+        ("container", check_container),
         ("run directory", check_directory),
         ("port", check_port),
     )
@@ -99,32 +92,41 @@ def check_packages(_: DoctorConfig, name: str) -> Finding:
 
 def check_driver(config: DoctorConfig, name: str) -> Finding:
     """Ask the NVIDIA driver for its GPUs."""
-    state: Literal["failed", "ok"] = "failed" if config.run.device == "cuda" else "ok"
     try:
-        import pynvml
-    except ImportError:
-        fix = "pip install 'ringdraft[gpu]'" if state == "failed" else ""
-        return Finding(name, state, "nvidia-ml-py is not installed: GPUs cannot be listed", fix)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        fix = "install the NVIDIA driver (containers: the NVIDIA container toolkit, and a device reservation)"
-        return Finding(name, state, f"no NVIDIA driver: {error}", fix if state == "failed" else "")
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [f"{pynvml.nvmlDeviceGetName(h)} {pynvml.nvmlDeviceGetUUID(h)}" for h in handles]
-        in_parts = [gpu for gpu, handle in zip(gpus, handles, strict=True) if _is_in_parts(handle)]
-        text = f"driver {pynvml.nvmlSystemGetDriverVersion()}: {'; '.join(gpus)}"
-    finally:
-        pynvml.nvmlShutdown()
-    if in_parts:
-        return Finding(
-            name,
-            "warning",
-            f"{text}; MIG is on: parts of a GPU share no memory",
-            "rows go through host memory",
-        )
+        gpus = read_gpus()
+    except ConfigError as error:
+        if config.run.device == "cuda":
+            return Finding(name, "failed", str(error), _GPU_KEY)
+        return Finding(name, "ok", f"run.device is {config.run.device!r}, which needs none")
+    text = "; ".join(f"{gpu.index}: {gpu.name} {gpu.uuid}" for gpu in gpus) or "no GPU"
+    if any(gpu.is_in_parts for gpu in gpus):
+        fix = "rows go through host memory"
+        return Finding(name, "warning", f"{text}; MIG is on: parts of a GPU share no memory", fix)
     return Finding(name, "ok", text)
+
+
+def check_places(config: DoctorConfig, name: str) -> Finding:
+    """Ask which GPU each kind of process would take if it were the first."""
+    if config.run.device != "cuda" or config.target is None or config.data is None:
+        return Finding(
+            name, "skipped", "needs run.device = 'cuda' and a config with [target] and [data]"
+        )
+    gpus = visible_gpus(read_gpus(), read_visible_gpus())
+    policy, found = PlacementPolicy(config.placement), []
+    needs = EstimateConfig(
+        run=config.run,
+        target=config.target,
+        data=config.data,
+        ring=config.ring,
+        drafter=config.drafter,
+    )
+    for service, num_bytes in gpu_bytes(needs).items():
+        answer = policy.choose(service, GpuClaim(gpus=gpus, num_bytes=num_bytes), [])
+        if isinstance(answer, GpuRefusal):
+            state: State = "warning" if service == "evaluator" else "failed"
+            return Finding(name, state, answer.reason, f"see [placement]; {_GPU_KEY}")
+        found.append(f"{service} {answer.gpu_uuid} (about {num_bytes // _MIB} MiB)")
+    return Finding(name, "ok", f"alone each would take: {', '.join(found)}")
 
 
 def check_gpu(config: DoctorConfig, name: str) -> Finding:
@@ -140,12 +142,12 @@ def check_gpu(config: DoctorConfig, name: str) -> Finding:
             name,
             "failed",
             f"torch {torch.__version__} is built without CUDA",
-            "install a CUDA build of torch",
+            "install a CUDA build of torch (compose: compose.gpu.yaml, whose TORCH_INDEX is one)",
         )
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251 - reports what the driver is told
+    shown = read_visible_gpus()
     return Finding(
         name, "failed", f"torch {torch.__version__} finds no GPU; CUDA_VISIBLE_DEVICES is {shown!r}",
-        f"unset it, or install a driver for CUDA {torch.version.cuda}",
+        f"unset it, or install a driver for CUDA {torch.version.cuda}; {_GPU_KEY}",
     )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ def check_shared_memory(_: DoctorConfig, name: str) -> Finding:
             name,
             "warning",
             f"{text}: what Docker gives where nothing is said",
-            "set shm_size (compose: SHM_SIZE)",
+            "compose: `shm_size` of the service that owns the IPC namespace, here SHM_SIZE",
         )
     return Finding(name, "ok", text)
 
@@ -209,33 +211,6 @@ def check_ring(config: DoctorConfig, name: str) -> Finding:
     )
 
 
-def check_namespaces(config: DoctorConfig, name: str) -> Finding:
-    """Look for the memory of the rings that live in the run's directory."""
-    from common.ring.owner import place_of
-    from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
-
-    sockets = [
-        path for path in sorted(config.run.directory.glob("target-*.sock"))
-        if lock_holder(path.with_suffix(".lock")) is not None
-    ]  # fmt: skip
-    if not sockets:
-        return Finding(name, "skipped", f"no target server is at work in {config.run.directory}")
-    hidden = [
-        path.name for path in sockets
-        if not list(SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}*-{place_of(path)}-*"))
-    ]  # fmt: skip
-    if hidden:
-        return Finding(
-            name,
-            "failed",
-            f"{', '.join(hidden)}: a target server answers, its memory is not in this /dev/shm",
-            "containers: give target server and workers `ipc` and `pid` of one service; a ring in GPU memory has none there",
-        )
-    return Finding(
-        name, "ok", f"the memory of {', '.join(path.name for path in sockets)} is in sight"
-    )
-
-
 def check_directory(config: DoctorConfig, name: str) -> Finding:
     """Try to write in the run's directory, or in the next one above it that exists."""
     directory = config.run.directory.absolute()
@@ -249,7 +224,8 @@ def check_directory(config: DoctorConfig, name: str) -> Finding:
             name,
             "failed",
             f"{above}: {error.strerror}",
-            "make it writable for this user, or choose another run.directory",
+            "make it writable for this user, or choose another run.directory (compose: `volumes`, with "
+            "a volume at RINGDRAFT_RUN__DIRECTORY)",
         )
     return Finding(name, "ok", f"{directory} can be written")
 
@@ -257,6 +233,9 @@ def check_directory(config: DoctorConfig, name: str) -> Finding:
 def check_port(config: DoctorConfig, name: str) -> Finding:
     """Try to bind the control plane's address."""
     table = config.control_plane
+    with contextlib.suppress(OSError):  # what is wrong with the directory is another check's
+        if (pid := lock_holder(config.run.directory / "control.lock")) is not None:
+            return Finding(name, "ok", f"the run's control plane (pid {pid}) is at work")
     try:
         socket.create_server((table.host, table.port)).close()
     except OSError as error:
@@ -264,7 +243,8 @@ def check_port(config: DoctorConfig, name: str) -> Finding:
             name,
             "warning",
             f"{table.host}:{table.port}: {error.strerror}",
-            "another port is taken by `up`; set control_plane.port where it matters",
+            "another port is taken by `up`; set control_plane.port where it matters (compose: "
+            "`network_mode: service:namespaces`, or CONTROL_PORT for the host's)",
         )
     return Finding(name, "ok", f"{table.host}:{table.port} is free")
 
@@ -296,15 +276,6 @@ def _gpu(config: DoctorConfig) -> int | None:
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _is_in_parts(handle: object) -> bool:
-    import pynvml
-
-    try:
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    except pynvml.NVMLError:
-        return False
 
 
 def _version(name: str) -> str | None:

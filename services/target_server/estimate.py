@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from common.config.command_line import parse
 from common.config.loading import Table
 from common.config.shared import RingTable, RunTable, TargetTable
+from common.contracts.control_messages import ServiceKind
 from common.contracts.rows import AuxDtype, RowSchema
 from common.drafters.dflash.config import DrafterTable
 from common.drafters.dflash.footprint import worker_bytes
@@ -86,7 +87,7 @@ def target_bytes(config: RowConfig) -> int:
     return size.weight_bytes + ring + 2 * row + RUNTIME_BYTES
 
 
-def gpu_bytes(config: EstimateConfig) -> dict[str, int]:
+def gpu_bytes(config: EstimateConfig) -> dict[ServiceKind, int]:
     """Return what each kind of process takes of a GPU, which is what places are chosen by."""
     size = measure_target(config.target)
     return {

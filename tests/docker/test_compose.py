@@ -167,6 +167,49 @@ def test_workers_of_a_synced_group_meet_and_are_scored() -> None:
         stack.down()
 
 
+def test_the_doctor_names_the_key_of_compose_that_its_container_lacks() -> None:
+    stack = Stack("doctor")
+    doctor = ("ringdraft", "doctor", "--config", "examples/smollm2/demo.toml")
+    try:
+        stack.up("target-server")
+        stack.wait_for("ring", lambda: _epochs(stack))
+        for how in (
+            ("exec", "-T", "target-server"),
+            ("run", "--rm", "-T", "--no-deps", "drafter-worker"),
+        ):
+            found = _findings(stack.compose(*how, *doctor).stdout)
+            assert not [each for each in found.values() if each["state"] in ("failed", "warning")]
+            assert found["namespaces"]["text"] == "target-0: in sight, with its memory"
+            assert found["container"]["text"] == "confined, as user 1000"
+            assert "the run's control plane" in found["port"]["text"]
+            asked = stack.compose(*how, *doctor, "--set", "run.device=cuda", check=False)
+            lacking = _findings(asked.stdout)
+            assert asked.returncode == 1
+            assert "`deploy.resources.reservations.devices`" in lacking["driver"]["fix"]
+            assert "compose.gpu.yaml" in lacking["GPU"]["fix"]
+        # The same image without what compose.yaml says of it, beside the same run.
+        volumes = ("--volume", f"{stack.project}_run:/ringdraft/run",
+                   "--volume", f"{stack.project}_models:/ringdraft/models:ro")  # fmt: skip
+        settings = ("--set", "run.directory=/ringdraft/run", "--set",
+                    "target.model=/ringdraft/models/SmolLM2-135M-Instruct")  # fmt: skip
+        bare = docker("run", "--rm", "--user", "root", *volumes, "ringdraft:test", *doctor, *settings, check=False)  # fmt: skip
+        found = _findings(bare.stdout)
+        assert bare.returncode == 1
+        assert found["namespaces"]["state"] == "failed"
+        assert "`pid: service:namespaces`" in found["namespaces"]["fix"]
+        assert "`shm_size`" in found["/dev/shm"]["fix"]
+        for key in ("`user:", "`read_only: true`", "`cap_drop: [ALL]`", "`security_opt:"):
+            assert key in found["container"]["fix"]
+        shares = docker("run", "--rm", "--pid", f"container:{stack.containers('namespaces')[0]}",
+                        "--tmpfs", "/tmp:noexec", *volumes, "ringdraft:test", *doctor, *settings, check=False)  # fmt: skip
+        found = _findings(shares.stdout)
+        assert "its memory is not in this /dev/shm" in found["namespaces"]["text"]
+        assert "`ipc: service:namespaces`" in found["namespaces"]["fix"]
+        assert "`tmpfs: [" in found["container"]["fix"]
+    finally:
+        stack.down()
+
+
 def test_shared_memory_that_is_too_small_is_refused_with_the_size_it_takes() -> None:
     stack = Stack("shm", SHM_SIZE="64mb", NUM_SLOTS="128")
     try:
@@ -186,6 +229,10 @@ def test_shared_memory_that_is_too_small_is_refused_with_the_size_it_takes() -> 
     finally:
         stack.down()
     assert not stack.left()
+
+
+def _findings(line: str) -> dict[str, dict[str, str]]:
+    return {each["check"]: each for each in json.loads(line)["findings"]}
 
 
 def _values(found: dict[str, Any]) -> list[float]:

@@ -1,5 +1,6 @@
 """The doctor does what a run would do, in small, and names what stands in the way."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from common.config.loading import load
-from common.lifecycle import claim_lowest
+from common.lifecycle import FileLock, claim_lowest
 from common.ring.owner import segment_name
 from common.ring.segment import SEGMENT_DIRECTORY, HostSegment
-from services.target_server.doctor import DoctorConfig, Finding, examine
+from services.target_server.containers import Facts, judge
+from services.target_server.doctor import examine
+from services.target_server.finding import DoctorConfig, Finding
 from tests.runs import make_run
+from tests.seekers import GIB, machine
 
 
 def found(config: Path, *settings: str) -> dict[str, Finding]:
@@ -75,10 +79,16 @@ def test_a_ring_out_of_sight_means_that_namespaces_are_not_shared(
         endpoint.touch()
         finding = found(config, setting)["namespaces"]
         assert finding.state == "failed"
-        assert "`ipc`" in finding.fix
+        assert "`ipc: service:namespaces`" in finding.fix
         segment = HostSegment.create(segment_name("test-doctor", endpoint, 1), 1, 4096)
         try:
             assert found(config, setting)["namespaces"].state == "ok"
+            # Its PID is another process's here: it was written in another namespace.
+            holder = json.dumps({"pid": os.getppid(), "holder": "a target server"})
+            (run / "target-0.lock").write_text(holder)
+            finding = found(config, setting)["namespaces"]
+            assert finding.state == "failed"
+            assert "`pid: service:namespaces`" in finding.fix
         finally:
             segment.close()
 
@@ -112,8 +122,78 @@ def test_the_command_prints_one_json_line_and_its_exit_code_says_whether_all_is_
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     line = json.loads(done.stdout)
     assert (done.returncode, line["failed"]) == (0, []), done.stderr
-    assert len(line["findings"]) == 10
+    assert len(line["findings"]) == 12
     done = subprocess.run(
         [*command, "--set", "run.device=cuda"], capture_output=True, text=True, check=False, timeout=120
     )  # fmt: skip
     assert done.returncode == (1 if json.loads(done.stdout)["failed"] else 0)
+
+
+CONFINED = Facts(
+    user_id=1000, capabilities=0, has_new_privileges=False, is_root_writable=False,
+    is_temporary_writable=True, is_temporary_executable=True, locked_bytes=-1, is_first=False,
+)  # fmt: skip
+
+
+def test_a_confined_container_is_well() -> None:
+    assert judge(CONFINED, "container", needs_gpu=True).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "key"),
+    [
+        ({"user_id": 0}, "warning", "`user:"),
+        ({"is_root_writable": True}, "warning", "`read_only: true`"),
+        ({"capabilities": 1}, "warning", "`cap_drop: [ALL]`"),
+        ({"has_new_privileges": True}, "warning", "no-new-privileges:true"),
+        ({"is_temporary_writable": False}, "failed", '`tmpfs: ["/tmp:exec'),
+        ({"is_temporary_executable": False}, "failed", '`tmpfs: ["/tmp:exec'),
+        ({"locked_bytes": 65536}, "failed", "`ulimits: { memlock: -1 }`"),
+    ],
+)
+def test_what_a_container_lacks_is_named_with_the_key_that_mends_it(
+    change: dict, state: str, key: str
+) -> None:
+    facts = dataclasses.replace(CONFINED, **change)
+    finding = judge(facts, "container", needs_gpu=True)
+    assert finding.state == state
+    assert key in finding.fix
+    assert finding.fix.startswith("compose: ")
+
+
+def test_pinned_memory_is_asked_for_by_gpus_alone() -> None:
+    facts = dataclasses.replace(CONFINED, locked_bytes=65536)
+    assert judge(facts, "container", needs_gpu=False).state == "ok"
+
+
+def test_the_control_plane_of_the_run_itself_may_have_the_port(
+    tmp_path: Path, config: Path
+) -> None:
+    run = tmp_path / "run"
+    with FileLock(run / "control.lock", "control plane").acquire("stop it"):
+        finding = found(config, f"run.directory={run}")["port"]
+    assert (finding.state, "is at work" in finding.text) == ("ok", True)
+
+
+def test_gpus_are_listed_and_places_named_by_kind(tmp_path: Path, config: Path) -> None:
+    """In a process of its own, to which NVML is described by a file."""
+
+    def examined(free: int, *settings: str) -> dict[str, dict[str, str]]:
+        code = ("import sys, services.target_server.doctor as d; from pathlib import Path; import json;"
+                "from common.config.loading import load; from dataclasses import asdict;"
+                "c = load(d.DoctorConfig, [Path(sys.argv[1])], sys.argv[2:]);"
+                "print(json.dumps([asdict(d.check_driver(c, 'driver')), asdict(d.check_places(c, 'places'))]))")  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(config), "run.device=cuda", *settings],
+            capture_output=True, text=True, check=True, env=machine(tmp_path, 2, free=free),
+        )  # fmt: skip
+        return {each["check"]: each for each in json.loads(done.stdout)}
+
+    well = examined(100 * GIB)
+    assert "0: H200 GPU-0000; 1: H200 GPU-0001" in well["driver"]["text"]
+    assert "drafter_worker GPU-0000" in well["places"]["text"]
+    short = examined(GIB)["places"]
+    assert (short["state"], "has 1.0 GiB free" in short["text"]) == ("failed", True)
+    kept = examined(100 * GIB, "placement.reserved_for_targets=[0,1]")["places"]
+    assert "take it out of placement.reserved_for_targets" in kept["text"]
+    assert "placement.check_memory" in short["text"]

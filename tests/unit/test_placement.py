@@ -62,6 +62,7 @@ def test_one_that_was_placed_a_moment_ago_counts_by_its_estimate() -> None:
     reason = choose([first], held, num_bytes=11 * GIB)
     assert "GPU-0000 (0, H200) has 10.0 GiB free of the 11.0 GiB that it takes" in reason
     assert choose([first], held, num_bytes=10 * GIB) == "GPU-0000"
+    assert choose([first], held, num_bytes=11 * GIB, check_memory=False) == "GPU-0000"
 
 
 def test_a_full_gpu_is_refused_with_who_is_there_and_what_to_change() -> None:
