@@ -300,7 +300,7 @@ def test_target_is_frozen_and_its_embedding_is_the_raw_table(home: Path) -> None
 
 def test_heartbeats_tell_how_many_answers_are_written_and_what_came_of_them(home: Path) -> None:
     config = config_of(home)
-    status = Status()
+    status = Status(threading.Event())
     assert status.describe().phase == "loading"
     checkpoints = find_checkpoints((), config.run.directory)
     bench = build_bench(config, checkpoints)
