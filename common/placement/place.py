@@ -72,6 +72,8 @@ class PlaceSeeker:
         deadline = time.monotonic() + limit
         while not self.stop.is_set():
             found = self._try(claim)
+            if self.stop.is_set():
+                break
             if isinstance(found, GpuPlace):
                 self.link.claim = claim.model_copy(update={"held": found.gpu.uuid})
                 self.link.report_soon()

@@ -279,3 +279,12 @@ def test_a_worker_that_finds_no_place_says_so_while_it_waits(
     file = Path(environment["FAKE_NVML"])
     file.write_text(json.dumps([json.loads(file.read_text())[0] | {"free": 5 * GIB}]))
     assert seeker.answer()["uuid"] == "GPU-0000"
+
+
+def test_a_stop_ends_the_search(tmp_path: Path, seek: Open, serve: Callable[..., Served]) -> None:
+    control = serve()
+    seeker = seek(machine(tmp_path, 1, free=GIB), "main-0", num_bytes=2 * GIB)
+    control.until(lambda s: [w for w in s["workers"] if w["phase"] == "waiting"])
+    seeker.process.send_signal(signal.SIGTERM)
+    said, _ = seeker.process.communicate(timeout=WATCHDOG_SECONDS)
+    assert (said, seeker.process.returncode) == ("", 0)
