@@ -21,7 +21,7 @@ def write(path: Path, rows) -> Path:
     encoded = [line.encode() if isinstance(line, str) else line for line in lines]
     content = b"".join(line + b"\n" for line in encoded)
     if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(content))
+        path.write_bytes(gzip.compress(content, mtime=0))
     elif path.suffix == ".zst":
         import zstandard
 

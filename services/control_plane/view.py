@@ -112,12 +112,12 @@ def _describe(views: list[InstanceView]) -> str:
 def _run_state(
     targets: list[InstanceView], workers: list[InstanceView], evaluators: list[InstanceView]
 ) -> RunState:
-    """Sum the run up: a failure shows first, then what the workers do."""
+    """Sum the run up: a failure that nobody outlives shows first, then what the workers do."""
     if not targets and not workers:
         return "waiting"
-    if any(view.condition == "failed" for view in (*targets, *workers)):
+    if _has_failed(targets) or _has_failed(workers):
         return "failed"
-    if workers and all(_is_over(view) for view in workers):
+    if workers and all(_is_over(view) or view.condition == "failed" for view in workers):
         is_evaluated = any(_is_live(view) and not _is_over(view) for view in evaluators)
         return "evaluating" if is_evaluated else "done"
     phases = [view.heartbeat.phase for view in workers if _is_live(view) and not _is_over(view)]
@@ -126,6 +126,12 @@ def _run_state(
     if phases and all(phase == "draining" for phase in phases):
         return "draining"
     return "running" if any(phase in _TRAINING_PHASES for phase in phases) else "starting"
+
+
+def _has_failed(views: list[InstanceView]) -> bool:
+    """Whether some have failed, and none of the others is alive or has come to its end by itself."""
+    has_others = any(_is_live(view) or view.heartbeat.phase == "done" for view in views)
+    return not has_others and any(view.condition == "failed" for view in views)
 
 
 def _is_over(view: InstanceView) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from common.contracts.codec import encode
+from common.contracts.placement_messages import GpuClaim
 from tests.browser.chromium import Page
 from tests.control_planes import Line, Served
 from tests.heartbeats import (
@@ -21,6 +22,7 @@ from tests.heartbeats import (
     target_report,
     worker_report,
 )
+from tests.seekers import GIB, gpu
 
 UUID = "GPU-8f2c1d4e-0000-1111-2222-333344445555"
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>\"&amp;"
@@ -89,6 +91,32 @@ def test_the_figures_are_those_of_the_status(page: Page, served: Served, line: L
     assert ring["slots"] == "free 5, published 3"
     (evaluated,) = page.table("evaluations")
     assert (evaluated["step"], evaluated["acceptance length"]) == ("5", "2.500")
+    assert not page.errors()
+
+
+def test_the_gpus_and_what_to_add_are_those_of_the_status(
+    page: Page, served: Served, line: Line
+) -> None:
+    claim = GpuClaim(gpus=(gpu(0), gpu(1)), num_bytes=GIB, held="GPU-0001")
+
+    def has_advice(status: dict[str, Any]) -> bool:
+        number = next(numbers)
+        worker = worker_report(trained_tokens=100 * number, starved_seconds=0.0)
+        target = target_report(captured_tokens=200 * number)
+        line.ask(beat("target_server", 1, number, report=target))
+        line.ask(beat("drafter_worker", 10, number, instance="main-0", report=worker, claim=claim))
+        return bool(status["gpus"] and status["bottleneck"]["advice"])
+
+    numbers = itertools.count(1)
+    served.until(has_advice)
+    page.open(url_of(served))
+    page.wait(lambda: page.text("#advice"), "the advice is shown")
+    status = served.status()
+    assert page.text("#advice").startswith("To add: ")
+    assert "GPU-0000" in status["bottleneck"]["advice"]["text"]
+    assert [(row["GPU"], row["who has it"]) for row in page.table("gpus")] == [
+        ("GPU-0000", "-"), ("GPU-0001", "main-0"),
+    ]  # fmt: skip
     assert not page.errors()
 
 

@@ -414,7 +414,10 @@ def test_a_loss_that_is_not_a_number_becomes_null_in_json(registry: Registry) ->
         (("paused", "paused"), "paused"),
         (("done", "running"), "running"),
         (("done", "done"), "done"),
-        (("failed", "running"), "failed"),
+        (("failed",), "failed"),
+        (("failed", "running"), "running"),  # its row and the errors tell of the other
+        (("failed", "done"), "done"),
+        (("failed", "failed"), "failed"),
     ],
 )
 def test_the_state_of_a_run_sums_up_its_workers(registry, phases, state) -> None:

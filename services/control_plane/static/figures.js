@@ -63,8 +63,8 @@ export class Figures {
     setClass(at("run-state"), `badge ${STATE_TONES[run.state] ?? ""}`.trim());
     document.title = `${run.name}: ${run.state} - ringdraft`;
     this.drawFigures(figuresOf(status));
-    const hint = bottleneck.hint ? `. ${bottleneck.hint}` : "";
-    setText(at("bottleneck"), `Bottleneck: ${bottleneck.name}; ${bottleneck.reason}${hint}`);
+    setText(at("bottleneck"), `Bottleneck: ${bottleneck.name}; ${bottleneck.reason}`);
+    setText(at("advice"), bottleneck.advice ? `To add: ${bottleneck.advice.text}` : "");
     const isDue = EXPECTING.has(run.state) && !status.is_ready;
     setText(at("unready"), isDue ? `Not ready: ${status.not_ready_reason}` : "");
     at("run-state").title = `control plane up for ${duration(run.uptime_seconds)}`;

@@ -22,9 +22,11 @@ const long = (head, cell) => ({head, cell, isLong: true});
 const state = {head: "state", cell: health, tone};
 const of = view => view.report ?? {};
 
+const shortUuid = uuid => uuid.slice(0, 12);
+
 function gpu(view) {
   const {gpu_uuid: uuid, device} = of(view);
-  return uuid ? uuid.slice(0, 12) : device ?? "-";
+  return uuid ? shortUuid(uuid) : device ?? "-";
 }
 
 const detail = view => view.condition === "failed" && view.exit_reason ? view.exit_reason : view.detail;
@@ -86,6 +88,16 @@ const RINGS = [
   text("target", r => r.is_blocked ? "waits for a slot" : "has room"),
   long("groups without a worker", r => r.absent_groups.map(absence).join(", ") || "-"),
   long("why this transport", r => r.transport_reason),
+];
+
+const GPUS = [
+  name("GPU", g => shortUuid(g.uuid)),
+  text("name", g => g.name),
+  figure("index", g => number(g.index)),
+  figure("memory,\u00a0MiB", g => mebibytes(g.total_bytes)),
+  figure("free for more,\u00a0MiB", g => mebibytes(g.free_bytes)),
+  text("kept for", g => g.is_reserved ? "targets" : "anyone"),
+  long("who has it", g => g.holders.map(holder => holder.instance).join(", ") || "-"),
 ];
 
 const EVALUATORS = [
@@ -158,6 +170,7 @@ export class Tables {
     this.workers = make("workers", "Workers", workerColumns(drainWorker), bySession);
     this.groups = make("groups", "Groups", GROUPS, g => g.group);
     this.rings = make("rings", "Rings", RINGS, r => r.instance);
+    this.gpus = make("gpus", "GPUs", GPUS, g => g.uuid);
     this.targets = make("targets", "Target servers", TARGETS, bySession);
     this.evaluators = make("evaluators", "Evaluators", EVALUATORS, bySession);
     this.evaluations = make("evaluations", "Evaluations", EVALUATIONS,
@@ -172,7 +185,8 @@ export class Tables {
     const columns = element("div", "columns");
     columns.append(column(this.targets, this.evaluators, this.evaluations),
       column(this.events, this.alarms, this.errors));
-    at("tables").append(this.workers.section, this.groups.section, this.rings.section, columns);
+    at("tables").append(this.workers.section, this.groups.section, this.rings.section,
+      this.gpus.section, columns);
   }
 
   draw(status) {
@@ -180,6 +194,8 @@ export class Tables {
     this.groups.draw(status.groups);
     this.targets.draw(inOrder(status.target.instances), modelName(status.target.model));
     this.rings.draw(status.rings);
+    this.gpus.draw(status.gpus);
+    this.gpus.section.hidden = !status.gpus.length;  // on a CPU there is nothing to say
     this.evaluators.draw(inOrder(status.evaluators));
     this.evaluations.draw([...status.evaluations].reverse());
     this.alarms.draw([...status.alarms].reverse());
