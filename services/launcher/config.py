@@ -23,6 +23,9 @@ class LauncherTable(Table):
     for ends it only where it is the last."""
     restart_delay_seconds: float = Field(default=1.0, ge=0)
     """Pause before a restart; doubles with each of a service."""
+    stuck_seconds: float = Field(default=0.0, ge=0)
+    """How long a service may be silent or stalled, as /status says, before it writes its stacks into its
+    log, is killed, and counts as one that failed; 0: for ever."""
     evaluate: bool = True
     """Whether the first and last checkpoints are evaluated when training has ended."""
     follow: bool = False

@@ -47,6 +47,10 @@ class StatusFeed:
         self._stop.set()
         self._thread.join(_TIMEOUT_SECONDS)
 
+    def overdue(self) -> list[dict[str, Any]]:
+        """Return who is silent or stalled by what has just been heard; nobody where nobody answers."""
+        return list(self.latest["overdue"]) if self.latest and self.is_answered else []
+
     def _run(self) -> None:
         while True:
             self.fetch()

@@ -21,13 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from common.lifecycle import EXIT_CONFIG, EXIT_NO_PLACE
+from common.lifecycle import EXIT_CONFIG, EXIT_NO_PLACE, STACKS_SIGNAL
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
 from services.launcher.config import LauncherTable
 from services.launcher.process import Role, ServiceProcess, ServiceSpec
 
 _TICK_SECONDS = 0.25
 _KILL_SECONDS = 10.0
+# A process that is not frozen has written them by then.
+_STACKS_SECONDS = 1.0
 _STOP_ORDER: tuple[tuple[Role, ...], ...] = (
     ("evaluator", "drafter_worker"),
     ("target_server",),
@@ -107,6 +109,16 @@ class Supervisor:
         absent = [spec for spec in specs if spec.name not in busy]
         for spec in absent[: max(0, count - len(staying))]:
             self._start(spec)
+
+    def end_stuck(self, pid: int, why: str) -> None:
+        """Kill the service of this pid, if it is one of these: its end is a failure like others."""
+        for process in self._processes:
+            if process.is_running and process.pids[-1] == pid:
+                self._say(f"{why}; it is killed, what it was at is in {process.log_path}")
+                process.send(STACKS_SIGNAL)
+                self._stop.wait(_STACKS_SECONDS)
+                process.kill()
+                process.wait(_KILL_SECONDS)
 
     def run_once(self, spec: ServiceSpec) -> Outcome:
         """Run one more service beside the others until it ends."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +188,14 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
         def scale(group: str, count: int) -> None:
             supervisor.scale(count, worker_specs(launch, group, MOST_WORKERS))
 
+        def tick() -> None:
+            take_request(launch.directory, scale)
+            for entry in feed.overdue():
+                if 0 < table.stuck_seconds <= entry["age_seconds"]:
+                    supervisor.end_stuck(entry["pid"], entry["text"])
+
         with supervisor:
-            outcome = supervisor.run(
-                service_specs(launch), on_tick=partial(take_request, launch.directory, scale)
-            )
+            outcome = supervisor.run(service_specs(launch), on_tick=tick)
             if outcome.kind == "finished":
                 # A follower ends behind the last checkpoint.
                 launch.config.run.training_ended.touch()
