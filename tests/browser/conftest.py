@@ -11,7 +11,7 @@ from tests.browser.chromium import Page, start_chromium, why_missing
 from tests.control_planes import Line, Served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def driver() -> Iterator[webdriver.Chrome]:
     if missing := why_missing():
         pytest.skip(missing)
