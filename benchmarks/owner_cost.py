@@ -1,6 +1,6 @@
 """What does a row cost its owner, all included, in time of one core?
 
-    python -m benchmarks.owner_cost [--rows 20000] [--json]
+    python -m benchmarks.owner_cost [--rows 20000] [--cases 8:1 8:4 4096:1 4096:4] [--json]
 
 CPU time of the owner's process (every thread, ZeroMQ's own as well) over many tiny rows: loan,
 header, publish, descriptor, release, credit, heartbeats and pulses. What the owner spends on a
@@ -25,7 +25,8 @@ _WARM_UP = 1000
 _IDLE_SECONDS = 3.0
 _PACED_ROWS = 100
 _PACE_SECONDS = 0.03
-CASES = ((8, 1), (8, 4), (4096, 1), (4096, 4))
+CASES = ("8:1", "8:4", "4096:1", "4096:4")
+"""Slots and workers."""
 
 
 def measure(num_slots: int, num_workers: int, num_rows: int) -> dict[str, float]:
@@ -91,10 +92,11 @@ def main() -> None:
     """Run the benchmark: one line a case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=positive, default=20_000)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="slots:workers")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     tidy_shared_memory()
-    cases = [measure(*case, options.rows) for case in CASES]
+    cases = [measure(*map(int, case.split(":")), options.rows) for case in options.cases]
     result = {
         "owner_us_a_row": max(case["owner_us_a_row"] for case in cases),
         "zmq_us_a_round_trip": bare_cost(options.rows),
