@@ -96,7 +96,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     tidy_shared_memory()
-    cases = [measure(*map(int, case.split(":")), options.rows) for case in options.cases]
+    cases = []
+    for case in options.cases:
+        num_slots, num_workers = map(int, case.split(":"))
+        cases.append(measure(num_slots, num_workers, options.rows))
     result = {
         "owner_us_a_row": max(case["owner_us_a_row"] for case in cases),
         "zmq_us_a_round_trip": bare_cost(options.rows),
