@@ -64,7 +64,7 @@ def worker_report(**fields: Any) -> WorkerReport:
         "group": "main", "index": 0, "device": "cpu", "gpu_uuid": "", "step": 7, "trained_rows": 7,
         "trained_tokens": 3584, "tokens_per_second": 512.0, "loss": 3.25,
         "acceptance_rate_at": (0.5, 0.25), "accepted_prefix_length": 0.75, "learning_rate": 1e-3,
-        "gradient_norm": 1.5, "starved_seconds": 0.125, "sync_seconds": 0.5, "step_seconds": 0.2,
+        "gradient_norm": 1.5, "starved_seconds": 0.125, "sync_seconds": 0.5, "num_members": 2, "step_seconds": 0.2,
         "last_step_age_seconds": 0.1, "seconds_to_first_step": 21.5, "compile_seconds": 9.5,
         "compile_wait_seconds": 4.5, "compile_cache_hits": 3, "compile_cache_misses": 1, "recompiles": 0, "graph_replays": 14, "dropped_blocks": 3, "held_out_step": 4,
         "held_out": ({"tag": "", "context": "", "num_answers": 5, "acceptance_length": 1.75, "acceptance_rate_at": (0.5, 0.25)}, {"tag": "chat", "context": "under 256", "num_answers": 5, "acceptance_length": 1.75, "acceptance_rate_at": (0.5, 0.25)}),

@@ -149,6 +149,8 @@ class WorkerReport(Record):
     starved_seconds: float
     sync_seconds: float
     """Spent in meetings with the other members of the group, waiting for them included."""
+    num_members: Count
+    """Who came to its last meeting, itself included; 0 where its group has no sync, and before the first."""
     step_seconds: float
     """Median of the last steps."""
     last_step_age_seconds: float | None

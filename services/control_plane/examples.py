@@ -117,7 +117,7 @@ def _worker(index: int) -> WorkerReport:
         group="main", index=index, device="cuda", gpu_uuid=_GPUS[1], step=212, trained_rows=212,
         trained_tokens=434176, tokens_per_second=20100.0, loss=2.71,
         acceptance_rate_at=(0.71, 0.52), accepted_prefix_length=1.4, learning_rate=6e-4,
-        gradient_norm=0.8, starved_seconds=0.6, sync_seconds=0.0, step_seconds=0.1,
+        gradient_norm=0.8, starved_seconds=0.6, sync_seconds=0.0, num_members=0, step_seconds=0.1,
         last_step_age_seconds=0.05, seconds_to_first_step=41.0, compile_seconds=22.0,
         compile_wait_seconds=0.0, compile_cache_hits=0, compile_cache_misses=9, recompiles=0,
         graph_replays=212, memory_bytes=5368709120, held_out=(), held_out_step=0, dropped_blocks=0,

@@ -40,6 +40,7 @@ _WORKER_GAUGES = (
     ("drafter_compile_seconds", "compile_seconds", "Of these, compiling and capturing."),
     ("drafter_compile_wait_seconds", "compile_wait_seconds",
      "Of these, waiting for a worker that compiled the same."),
+    ("drafter_group_members", "num_members", "Members at the last meeting of a synced group."),
     ("drafter_memory_bytes", "memory_bytes", "Allocated memory."),
 )  # fmt: skip
 _TARGET_COUNTERS = (

@@ -128,6 +128,8 @@ class GroupStatus(Model):
 
     group: str
     num_live_workers: int
+    num_members: int
+    """Of them, who came to the last meeting of the group's sync; 0 without one."""
     step: int
     """Of the worker that is furthest."""
     trained_rows: int

@@ -237,6 +237,7 @@ def _group(
     return GroupStatus(
         group=name,
         num_live_workers=len(live),
+        num_members=max((report.num_members for report in live), default=0),
         step=furthest.step if furthest else 0,
         trained_rows=sum(report.trained_rows for report in reports),
         trained_tokens=sum(report.trained_tokens for report in reports),

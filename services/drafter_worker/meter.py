@@ -42,6 +42,7 @@ class Meter:
     gradient_norm: float | None = None
     starved_seconds: float = 0.0
     sync_seconds: float = 0.0
+    num_members: int = 0
     checkpoint: str = ""
     graph_replays: int = 0
     dropped_blocks: int = 0
@@ -112,6 +113,7 @@ class Meter:
             gradient_norm=self.gradient_norm,
             starved_seconds=self.starved_seconds,
             sync_seconds=self.sync_seconds,
+            num_members=self.num_members,
             step_seconds=statistics.median(recent) if recent else 0.0,
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
             seconds_to_first_step=self.seconds_to_first_step,

@@ -75,6 +75,7 @@ def test_status_and_metrics_give_the_figures_of_the_heartbeats(served: Served, l
         'target_captured_tokens_by_tag_total{instance="target-0",tag="code"}': 96,
         f"drafter_starved_seconds_total{{{of_worker}}}": worker["starved_seconds"],
         f"drafter_sync_seconds_total{{{of_worker}}}": worker["sync_seconds"],
+        f"drafter_group_members{{{of_worker}}}": 2,
         f"drafter_trained_tokens_total{{{of_worker}}}": worker["trained_tokens"],
         f"drafter_step_seconds{{{of_worker}}}": worker["step_seconds"],
         f'drafter_acceptance_rate_at{{{of_worker},position="1"}}': worker["acceptance_rate_at"][1],

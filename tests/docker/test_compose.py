@@ -155,6 +155,7 @@ def test_workers_of_a_synced_group_meet_and_are_scored() -> None:
         stack.up_with(("sync", "eval"), "--scale", "drafter-worker=2")
         workers = stack.wait_for_steps(2, beyond=6)
         assert all(worker["report"]["sync_seconds"] > 0 for worker in workers.values())
+        stack.wait_for("two at a meeting", lambda: stack.status()["groups"][0]["num_members"] == 2)
         (quorum,) = stack.containers("quorum-server")
         stack.wait_for("healthy quorum server", lambda: _health(quorum) == "healthy")
         (score,) = stack.wait_for("evaluation", lambda: stack.status()["evaluations"])[:1]

@@ -358,6 +358,7 @@ def test_groups_sum_workers_and_rings_and_know_their_last_evaluation(registry: R
     registry.add_evaluations([evaluation(), evaluation(checkpoint="elsewhere", step=900)])
     (group,) = status_of(registry).groups
     assert (group.group, group.num_live_workers, group.step) == ("main", 2, 9)
+    assert group.num_members == 2
     assert (group.trained_rows, group.tokens_per_second, group.loss) == (14, 1024.0, 3.0)
     assert group.acceptance_length == 2.5
     assert group.account.published == 11

@@ -56,6 +56,7 @@ const workerColumns = drainWorker => [
 const GROUPS = [
   name("group", g => g.group),
   figure("workers", g => number(g.num_live_workers)),
+  figure("in its meetings", g => g.num_members ? number(g.num_members) : "-"),
   figure("step", g => number(g.step)),
   figure("loss", g => number(g.loss, 4)),
   figure("accepted prefix", g => number(g.accepted_prefix_length, 3)),
