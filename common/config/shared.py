@@ -116,7 +116,9 @@ class RingTable(Table):
     max_attempts: int = Field(default=3, ge=1, le=10_000)
     """Deliveries of a row to a group before it is poison."""
     resume_wait_seconds: float = Field(default=5.0, ge=0, le=86_400.0)
-    """How long a dead session's rows wait for its successor before they are captured again."""
+    """How long a dead session's rows wait for its successor before they are captured again, and a
+    restarted target for workers to say what they hold: a worker that is later, which 0 makes of all, may
+    find rows of its own at another one, to be trained twice."""
     checksum_payload: bool = False
     """Whether each slot's payload carries an xxh3 checksum that readers verify."""
 
@@ -264,7 +266,7 @@ class ControlPlaneTable(Table):
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(default=8765, ge=0, le=65535)
-    """HTTP port; 0 picks a free one, which `<run_dir>/control.json` then names."""
+    """HTTP port; where it is not set and taken, any other, as with 0: `<run_dir>/control.json` names it."""
     heartbeat_seconds: float = Field(default=0.5, gt=0)
     """Interval of the services' heartbeats to the control plane."""
 

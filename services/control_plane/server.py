@@ -17,6 +17,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from pydantic import ValidationError
@@ -140,7 +141,7 @@ def build(config: ControlPlaneConfig, stop: threading.Event) -> ControlPlane:
         remedy="stop that one, or choose another run.directory"
     )
     token = read_or_make_token(directory / "control.token")
-    listener = listen(config.control_plane)
+    listener = listen(config.control_plane, _last_port(directory / "control.json"))
     registry = Registry(run, config.control_plane.heartbeat_seconds, placement=config.placement)
     registry.add_evaluations(read_evaluations(directory / "evaluations"))
     # The lock above says that nobody answers here, so what lies there is a dead one's.
@@ -164,12 +165,37 @@ def read_or_make_token(path: Path) -> str:
     return token
 
 
-def listen(table: ControlPlaneTable) -> socket.socket:
-    """Bind the HTTP port, or raise `ConfigError` naming the port and the setting."""
-    where = f"control_plane.host={table.host!r} control_plane.port={table.port}"
+def listen(table: ControlPlaneTable, last_port: int = 0) -> socket.socket:
+    """Bind the HTTP port, or raise `ConfigError` naming the port and the setting.
+
+    A port that was set is that one. Otherwise it is the one of the control plane that was killed here,
+    whose address others know, or the default, or any where another process has them.
+    """
+    is_set = table.port and "port" in table.model_fields_set
+    ports = [table.port] if is_set else [*([last_port] if last_port else []), table.port]
+    for port in ports:
+        try:
+            return _bind(table, port)
+        except ConfigError:
+            if is_set or port == 0:
+                raise
+            _log.info("port %d is taken", port)
+    return _bind(table, 0)
+
+
+def _last_port(record: Path) -> int:
+    """Return the port that a control plane which was killed has left, 0 without one."""
+    try:
+        return urlsplit(json.loads(record.read_text(encoding="utf-8"))["url"]).port or 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def _bind(table: ControlPlaneTable, port: int) -> socket.socket:
+    where = f"control_plane.host={table.host!r} control_plane.port={port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            table.host, table.port, type=socket.SOCK_STREAM
+            table.host, port, type=socket.SOCK_STREAM
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"{where}: the host is not an address: {error.strerror}") from error
@@ -180,7 +206,7 @@ def listen(table: ControlPlaneTable) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(_why_not_bound(where, table.port, error)) from error
+        raise ConfigError(_why_not_bound(where, port, error)) from error
     return listener
 
 

@@ -92,6 +92,7 @@ class TargetStatus(Model):
 
     model: str
     tokens_per_second: float
+    """Over the last seconds, of those that live; 0 while they are paused."""
     captured_tokens: int
     blocked_seconds: float
     total_rows: int | None
@@ -135,6 +136,7 @@ class GroupStatus(Model):
     trained_rows: int
     trained_tokens: int
     tokens_per_second: float
+    """Over the last seconds, of those that live; 0 while they are paused."""
     loss: float | None
     accepted_prefix_length: float | None
     acceptance_length: float | None

@@ -40,6 +40,7 @@ from services.control_plane.status import (
     TransportStatus,
     WorkerInstance,
 )
+from services.control_plane.windows import RATED_PHASES
 
 _TRAINING_PHASES = ("running", "waiting", "measuring", "saving", "draining")
 
@@ -184,11 +185,12 @@ def _transport(rings: Sequence[RingStatus]) -> TransportStatus | None:
 
 def _target(targets: list[InstanceView]) -> TargetStatus:
     reports = [report for view in targets if (report := _target_report(view)) is not None]
-    live = [r for view in targets if _is_live(view) and (r := _target_report(view)) is not None]
     totals = [report.total_rows for report in reports if report.total_rows is not None]
     return TargetStatus(
         model=", ".join(sorted({report.target for report in reports})),
-        tokens_per_second=sum(report.tokens_per_second for report in live),
+        tokens_per_second=sum(
+            _rate(v, r) for v in targets if _is_live(v) and (r := _target_report(v))
+        ),
         captured_tokens=sum(report.captured_tokens for report in reports),
         blocked_seconds=sum(report.blocked_seconds for report in reports),
         total_rows=max(totals, default=None),  # each target says it of the whole run
@@ -241,7 +243,7 @@ def _group(
         step=furthest.step if furthest else 0,
         trained_rows=sum(report.trained_rows for report in reports),
         trained_tokens=sum(report.trained_tokens for report in reports),
-        tokens_per_second=sum(report.tokens_per_second for report in live),
+        tokens_per_second=sum(_rate(view, report) for view, report in pairs if _is_live(view)),
         loss=_mean(report.loss for report in current),
         accepted_prefix_length=_mean(report.accepted_prefix_length for report in current),
         acceptance_length=measured[-1].acceptance_length if measured else None,
@@ -251,6 +253,13 @@ def _group(
         last_checkpoint=furthest.checkpoint if furthest else "",
         account=_sum_accounts([a for ring in rings for a in ring.groups if a.group == name]),
     )
+
+
+def _rate(view: InstanceView, report: TargetReport | WorkerReport) -> float:
+    """Return the rate of the last seconds; while these are too few, the one of the process's life."""
+    if view.heartbeat.phase not in RATED_PHASES:
+        return 0.0
+    return report.tokens_per_second if view.tokens_per_second is None else view.tokens_per_second
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -7,7 +7,7 @@ from common.contracts.control_messages import ServiceHeartbeat, TargetReport, Wo
 
 _WINDOW_SECONDS = 30.0
 _LEAST_SECONDS = 2.0
-_TRAINING_PHASES = ("running", "waiting", "measuring", "saving")
+RATED_PHASES = ("running", "waiting", "measuring", "saving")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Window:
     def note(self, now: float, beat: ServiceHeartbeat) -> None:
         """Add a heartbeat, and forget what is older than the window."""
         report, readings = beat.report, self._readings
-        if beat.phase not in _TRAINING_PHASES:
+        if beat.phase not in RATED_PHASES:
             readings.clear()
         elif isinstance(report, TargetReport):
             readings.append(_Reading(now, report.blocked_seconds, report.captured_tokens))

@@ -45,6 +45,7 @@ class ServiceProcess:
         """It was asked to stop while the run goes on."""
         self.pids: list[int] = []
         self.exit_code: int | None = None
+        self._is_killed = False
         self._exits = exits
         self._log_start = 0
         self._ended = threading.Event()
@@ -59,7 +60,7 @@ class ServiceProcess:
                 self.spec.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 process_group=0, preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
-        self.exit_code = None
+        self.exit_code, self._is_killed = None, False
         self._ended.clear()
         self.pids.append(child.pid)
         threading.Thread(target=self._reap, args=(child,), name=self.spec.name, daemon=True).start()
@@ -88,6 +89,7 @@ class ServiceProcess:
         """Kill the child and all of its group."""
         with self._reaping:
             if self.is_running:
+                self._is_killed = True
                 _kill_group(self.pids[-1])
 
     def describe_end(self) -> str:
@@ -99,7 +101,8 @@ class ServiceProcess:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        hint = "; was memory short?" if code == -signal.SIGKILL else ""
+        is_others = code == -signal.SIGKILL and not self._is_killed
+        hint = "; was memory short?" if is_others else ""
         return f"was killed by {name}{hint}"
 
     def tail(self, num_lines: int = TAIL_LINES) -> list[str]:

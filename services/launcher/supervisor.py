@@ -114,7 +114,9 @@ class Supervisor:
         """Kill the service of this pid, if it is one of these: its end is a failure like others."""
         for process in self._processes:
             if process.is_running and process.pids[-1] == pid:
-                self._say(f"{why}; it is killed, what it was at is in {process.log_path}")
+                self._say(
+                    f"{why}; it is killed, see {process.log_path} for its stacks if it wrote any"
+                )
                 process.send(STACKS_SIGNAL)
                 self._stop.wait(_STACKS_SECONDS)
                 process.kill()

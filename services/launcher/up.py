@@ -8,7 +8,6 @@ one line.
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -92,14 +91,11 @@ def show_config(files: list[Path], settings: list[str], stop: threading.Event) -
 
 
 def prepare(files: list[Path], settings: list[str]) -> Launch:
-    """Return the launch: with a run directory where none is set, and a port that is free."""
+    """Return the launch: with a run directory where none is set."""
     config = load(LauncherConfig, files, settings)
     chosen = list(settings)
     if "directory" not in config.run.model_fields_set:
         chosen.append(f"run.directory={json.dumps(str(fresh_directory(config.run.name)))}")
-    table = config.control_plane
-    if "port" not in table.model_fields_set and not _is_free(table.host, table.port):
-        chosen.append("control_plane.port=0")  # another run has the default one
     arguments = [part for path in files for part in ("--config", str(path))]
     arguments += [part for setting in chosen for part in ("--set", setting)]
     return Launch(load(LauncherConfig, files, chosen), tuple(arguments))
@@ -150,14 +146,6 @@ def evaluator_spec(launch: Launch, checkpoints: Sequence[Path]) -> ServiceSpec:
     """Return the evaluator of the given checkpoints."""
     paths = json.dumps([str(path) for path in checkpoints], ensure_ascii=False)
     return _spec(launch, "evaluator", "evaluator", (f"evaluation.checkpoints={paths}",))
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _check(launch: Launch) -> dict[str, Any]:

@@ -198,14 +198,15 @@ def test_what_ends_a_run_is_confirmed_first(
     assert served.status()["run"]["command"] == name
 
 
+@pytest.mark.parametrize("wrong", ["wrong", "wr\u00f6ng \u65e5"])
 def test_a_wrong_token_is_asked_again_and_the_right_one_stays_in_the_tab(
-    page: Page, served: Served, line: Line
+    page: Page, served: Served, line: Line, wrong: str
 ) -> None:
     beat_all(line)
     page.open(url_of(served))
     page.find("[data-command=checkpoint]").click()
     assert str(served.directory) in page.text("#ask-text")
-    page.press("wrong", Keys.ENTER)
+    page.press(wrong, Keys.ENTER)
     page.wait(lambda: "does not take" in page.text("#ask-error"), "it is refused")
     assert commands_to(line, 10, 2) == set()
     give_token(page, served)

@@ -1,5 +1,6 @@
 """The control plane as a process: real HTTP, real sockets, restarts, refusals."""
 
+import contextlib
 import json
 import math
 import queue
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from common.config.shared import ControlPlaneTable
 from common.contracts.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from common.contracts.control_messages import Command
+from common.errors import ConfigError
 from common.telemetry.control_link import ControlLink, Identity, ServiceState
+from services.control_plane.server import listen
 from tests.control_planes import WATCHDOG_SECONDS, Line, Served, refusal, samples
 from tests.heartbeats import (
     RUN,
@@ -241,3 +245,14 @@ def test_an_open_event_stream_does_not_keep_it_from_ending(directory: Path) -> N
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(WATCHDOG_SECONDS) == 0
     served.close()
+
+
+def test_a_port_that_nobody_set_is_another_where_it_is_taken() -> None:
+    with contextlib.closing(listen(ControlPlaneTable(port=0))) as taken:
+        port = taken.getsockname()[1]
+        with contextlib.closing(listen(ControlPlaneTable(), last_port=port)) as other:
+            assert other.getsockname()[1] != port
+        with pytest.raises(ConfigError, match=f"port {port} is in use"):
+            listen(ControlPlaneTable(port=port))
+    with contextlib.closing(listen(ControlPlaneTable(port=0), last_port=port)) as again:
+        assert again.getsockname()[1] == port, "who knew the address finds the next one there"

@@ -476,3 +476,19 @@ def test_of_several_groups_the_slowest_is_the_bottleneck(
     assert bottleneck.name == name
     assert named in bottleneck.reason
     assert ("group" in bottleneck.reason) == ("group" in named)
+
+
+def test_rates_are_those_of_the_last_seconds_and_none_while_paused(
+    registry: Registry, clock: Clock
+) -> None:
+    def come(number: int, tokens: int, phase: str = "running") -> float:
+        report = worker_report(trained_tokens=tokens, tokens_per_second=512.0)
+        registry.take_heartbeat(
+            beat("drafter_worker", 1, number, instance="a", phase=phase, report=report)
+        )
+        return status_of(registry).groups[0].tokens_per_second
+
+    assert come(1, 1000) == 512.0, "too little has been seen"
+    clock.now += 4
+    assert come(2, 1400) == 100.0
+    assert come(3, 1400, "paused") == 0.0

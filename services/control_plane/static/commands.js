@@ -102,6 +102,7 @@ export class Commands {
 }
 
 async function post(path, token) {
+  if (/[^\x21-\x7e]/.test(token)) return {code: 401, body: {}};  // no header could carry it
   try {
     const answer = await fetch(path, {method: "POST", headers: {authorization: `Bearer ${token}`}});
     return {code: answer.status, body: await answer.json().catch(() => ({}))};
