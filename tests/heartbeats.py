@@ -47,7 +47,7 @@ def target_report(**fields: Any) -> TargetReport:
 def ring_report(**fields: Any) -> RingReport:
     account = GroupAccount(
         group="main", published=11, released=8, poison=0, skipped=0, in_ring=3, consumed=7,
-        committed=5, open=4, requeued=1, recaptured=0, poison_late=0,
+        committed=5, settled_before=0, open=4, requeued=1, recaptured=0, poison_late=0,
     )  # fmt: skip
     values = {
         "ring_epoch": (1 << 63) + 12345, "shard": ONE_RING, "transport": "host", "transport_reason": "no GPU here",

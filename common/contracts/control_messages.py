@@ -43,6 +43,8 @@ class GroupAccount(Record):
     in_ring: Count
     consumed: Count
     committed: Count
+    settled_before: Count
+    """Sequences that the owner's predecessors published and that are settled; no other count has them."""
     open: Count
     """Sequences published and not settled: in the ring, on their way, or not committed yet."""
     requeued: Count

@@ -36,6 +36,7 @@ class GroupLedger:
         self._recaptures: dict[int, None] = {}
         """Awaited sequences that nobody captures yet, in order."""
         self._num_committed = 0
+        self._num_before = known.low + len(known.above)
         self.counts: Counter[str] = Counter()
 
     @property
@@ -52,6 +53,11 @@ class GroupLedger:
     def num_committed(self) -> int:
         """Distinct sequences of this owner that commits listed."""
         return self._num_committed
+
+    @property
+    def num_settled_before(self) -> int:
+        """Distinct sequences that earlier owners published, and that are settled."""
+        return self._num_before
 
     @property
     def num_open(self) -> int:
@@ -163,7 +169,9 @@ class GroupLedger:
             self._commit(sequence)
 
     def _commit(self, sequence: int) -> None:
-        self._num_committed += sequence not in self._adopted
+        is_mine = sequence not in self._adopted
+        self._num_committed += is_mine
+        self._num_before += not is_mine
         self._settle(sequence)
 
     def _let_go(self, sequence: int) -> None:

@@ -45,6 +45,7 @@ def group_account(protocol: OwnerProtocol, name: str) -> GroupAccount:
         in_ring=protocol.book.in_ring(name),
         consumed=ledger.num_consumed(consumed),
         committed=ledger.num_committed,
+        settled_before=ledger.num_settled_before,
         open=ledger.num_open,
         requeued=counts["requeued"],
         recaptured=ledger.counts["recaptured"],

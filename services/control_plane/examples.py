@@ -96,7 +96,7 @@ def _beat(
 def _target() -> TargetReport:
     account = GroupAccount(
         group="main", published=215, released=213, poison=0, skipped=0, in_ring=2, consumed=212,
-        committed=200, open=15, requeued=0, recaptured=0, poison_late=0,
+        committed=200, settled_before=0, open=15, requeued=0, recaptured=0, poison_late=0,
     )  # fmt: skip
     ring = RingReport(
         ring_epoch=0x1F3A9C5E7B2D4860, shard=ONE_RING, transport="cuda_ipc",

@@ -164,7 +164,8 @@ def rows_trained(status: dict[str, Any]) -> int:
 def _distinct_rows(group: dict[str, Any]) -> int:
     """The ring's owner counts each row once; workers count what they did."""
     account = group["account"]
-    return sum(account[end] for end in _ENDS) if account else group["trained_rows"]
+    ends = (*_ENDS, "settled_before")  # a target that was started again goes on from there
+    return sum(account[end] for end in ends) if account else group["trained_rows"]
 
 
 def describe(status: dict[str, Any]) -> str:

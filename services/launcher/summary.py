@@ -14,6 +14,7 @@ from services.launcher.supervisor import Outcome
 _ROWS: dict[str, Callable[..., int | None]] = {
     "rows_published": min,
     "rows_trained": min,
+    "rows_before": min,
     "rows_lost": max,
     "rows_poison": max,
     "rows_skipped": max,

@@ -165,6 +165,7 @@ class TargetServer:
 def summarise(account: dict[str, int]) -> dict[str, int]:
     """Return distinct rows of a group: published, trained (in durable weights), and what is left.
 
+    `rows_before` are those that earlier target servers of the run published, also in no other figure.
     `rows_open` are known and untrained (a run that was stopped early); `rows_lost` are in no
     account at all.
     """
@@ -173,6 +174,7 @@ def summarise(account: dict[str, int]) -> dict[str, int]:
     return {
         "rows_published": distinct,
         "rows_trained": account["committed"],
+        "rows_before": account["settled_before"],
         "rows_open": account["open"],
         "rows_skipped": account["skipped"],
         "rows_poison": account["poison"],

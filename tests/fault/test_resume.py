@@ -86,7 +86,11 @@ def test_a_target_that_is_killed_at_random_points_changes_no_bit(
     """With no wait it gives rows out before the worker has said which of them it holds."""
     settings = (*SETTINGS["a step a row"], f"ring.resume_wait_seconds={resume_wait}")
     straight = run_straight(tmp_path / "a", *settings)
-    assert_equal(straight, run_killed(tmp_path / "b", ("target",), settings))
+    killed = run_killed(tmp_path / "b", ("target",), settings)
+    assert_equal(straight, killed)
+    account, state = account_of(killed), state_of(newest_of(killed))
+    assert account["rows_published"] < account["rows_before"] + account["rows_published"]
+    assert account["rows_before"] + account["rows_trained"] == state["trained_rows"]
 
 
 def test_a_worker_alone_that_is_killed_trains_each_row_once_in_another_order(

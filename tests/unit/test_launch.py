@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -63,18 +62,6 @@ def test_a_directory_that_is_set_is_kept(in_directory: Path) -> None:
     launch = launch_of("run.directory=here")
     assert launch.directory == Path("here")
     assert settings_of(launch.arguments)[0] == "run.directory=here"
-
-
-def test_a_default_port_in_use_gives_way_and_a_chosen_one_does_not(in_directory: Path) -> None:
-    try:
-        taken = socket.create_server(("127.0.0.1", 8765))
-    except OSError:  # somebody else has it, which serves as well
-        taken = socket.socket()
-    with taken:
-        assert "control_plane.port=0" in settings_of(launch_of().arguments)
-        chosen = launch_of("control_plane.port=8765")
-    assert chosen.config.control_plane.port == 8765
-    assert "control_plane.port=0" not in settings_of(chosen.arguments)
 
 
 def test_every_service_gets_the_same_arguments(in_directory: Path) -> None:
@@ -157,6 +144,7 @@ def write_target(directory: Path, index: int, **published: int) -> None:
         group: {
             "rows_published": rows,
             "rows_trained": rows - 1,
+            "rows_before": 4,
             "rows_lost": index,
             "rows_open": 1,
             "rows_poison": 2 * index,
@@ -188,7 +176,7 @@ def test_the_summary_takes_each_figure_from_who_measured_it(tmp_path: Path) -> N
     make_checkpoint(tmp_path, "main", 0, 50, 2.5)
     make_checkpoint(tmp_path, "main", 1, 0, 1.01)
     make_checkpoint(tmp_path, "main", 1, 40, 2.25)
-    rows = {"rows_published": 64, "rows_trained": 60, "rows_lost": 1, "rows_open": 0,
+    rows = {"rows_published": 64, "rows_trained": 60, "rows_before": 5, "rows_lost": 1, "rows_open": 0,
             "rows_poison": 2, "rows_skipped": 1}  # fmt: skip
     (tmp_path / "target-0.summary.json").write_text(json.dumps({"groups": {"main": rows}}))
     (tmp_path / "workers").mkdir()
@@ -253,8 +241,8 @@ def test_progress_follows_the_group_that_is_behind() -> None:
         "run": {"state": "running"}, "is_ready": True, "bottleneck": {"name": "target"},
         "target": {"tokens_per_second": 50.0, "total_rows": 9},
         "groups": [
-            group | {"trained_rows": 9, "account": {"consumed": 1, "skipped": 3, "poison": 0}},
-            group | {"trained_rows": 9, "account": {"consumed": 5, "skipped": 0, "poison": 0}, "loss": 2.5},
+            group | {"trained_rows": 9, "account": {"consumed": 1, "skipped": 3, "poison": 0, "settled_before": 0}},
+            group | {"trained_rows": 9, "account": {"consumed": 1, "skipped": 0, "poison": 0, "settled_before": 4}, "loss": 2.5},
             group | {"trained_rows": 3, "account": None, "loss": None},
         ],
     }  # fmt: skip

@@ -161,7 +161,9 @@ def test_a_restarted_owner_does_not_make_again_what_live_workers_hold() -> None:
     one = bench.worker("one", consumed=sequences(3, low=2), committed=SequenceSet(low=2))
     two = bench.worker("two", consumed=SequenceSet(low=2), staged=sequences(4))
     assert [s for s in range(7) if bench.owner.wants(s)] == [2, 5, 6]
+    assert bench.owner.ledgers["main"].num_settled_before == 2
     one.beat(committed=sequences(3, low=2))
+    assert bench.owner.ledgers["main"].num_settled_before == 3
     two.bye()
     assert bench.recaptures() == [4]
     assert bench.owner.ledgers["main"].settled == sequences(3, low=2)

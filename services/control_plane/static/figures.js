@@ -15,9 +15,14 @@ function usedShare(rings) {
   return total ? 1 - sum(rings, ring => ring.slots.free) / total : null;
 }
 
+// Distinct ones, of all target servers that the run has had.
+function publishedRows(account) {
+  return account ? account.published - account.recaptured + account.settled_before : 0;
+}
+
 function figuresOf(status) {
   const {groups, target, bottleneck, rings, workers} = status;
-  const published = Math.max(0, ...groups.map(group => group.account?.published ?? 0));
+  const published = Math.max(0, ...groups.map(group => publishedRows(group.account)));
   const live = sum(groups, group => group.num_live_workers);
   const many = groups.length > 1;
   return [
