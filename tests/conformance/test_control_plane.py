@@ -254,8 +254,10 @@ def test_a_port_that_nobody_set_is_another_where_it_is_taken() -> None:
             assert other.getsockname()[1] != port
         with pytest.raises(ConfigError, match=f"port {port} is in use"):
             listen(ControlPlaneTable(port=port))
-    with contextlib.closing(listen(ControlPlaneTable())) as first:  # of two runs at once
-        with contextlib.closing(listen(ControlPlaneTable())) as second:
-            assert first.getsockname() != second.getsockname()
+    with (  # of two runs at once
+        contextlib.closing(listen(ControlPlaneTable())) as first,
+        contextlib.closing(listen(ControlPlaneTable())) as second,
+    ):
+        assert first.getsockname() != second.getsockname()
     with contextlib.closing(listen(ControlPlaneTable(port=0), last_port=port)) as again:
         assert again.getsockname()[1] == port, "who knew the address finds the next one there"
