@@ -190,7 +190,8 @@ class GroupWorker(DrafterWorker):
         if words.are_behind_disk:
             self._catch_up()
             words = Words(meeting, self._word(meeting))
-        self._is_leader, self._parts.meter.num_members = meeting.rank == 0, meeting.size
+        self._is_leader = meeting.rank == 0
+        self._parts.meter.num_members = meeting.size
         self._lineage.position = max(word.position for word in words.current)
         if not words.behind:
             self._commit(max(word.saved_step for word in words.all))

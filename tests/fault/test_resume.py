@@ -89,7 +89,7 @@ def test_a_target_that_is_killed_at_random_points_changes_no_bit(
     killed = run_killed(tmp_path / "b", ("target",), settings)
     assert_equal(straight, killed)
     account, state = account_of(killed), state_of(newest_of(killed))
-    assert account["rows_published"] < account["rows_before"] + account["rows_published"]
+    assert account["rows_before"] > 0
     assert account["rows_before"] + account["rows_trained"] == state["trained_rows"]
 
 
