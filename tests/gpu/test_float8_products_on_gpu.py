@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.drafters.dflash.float8_products import float8_products, scaled
+from common.drafters.dflash.float8_slopes import float8_slopes
 from common.drafters.dflash.loss import head_loss
 
 pytestmark = [
@@ -71,6 +72,25 @@ def test_products_and_gradients_are_those_of_bfloat16(num_rows: int) -> None:
     wanted_slopes = torch.autograd.grad(wanted, [x, *weights], slopes)
     for one, other in zip([*got, *got_slopes], [*wanted, *wanted_slopes], strict=True):
         assert 0 < relative_error(one, other) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [96, 5008])
+def test_slopes_are_those_of_the_cpu(dtype: torch.dtype, vocab: int) -> None:
+    logits = (torch.randn(40, vocab) * 3).to(dtype)
+    labels, is_used = torch.randint(vocab, (40,)), torch.arange(40) % 5 != 0
+    labels[1] = 0
+    logits[2, labels[2]] = 60
+    found = []
+    for device in ("cpu", "cuda"):
+        losses = torch.empty(40, device=device)
+        is_correct = torch.empty(40, dtype=torch.bool, device=device)
+        given = (part.to(device) for part in (logits, labels, is_used))
+        found.append((*float8_slopes(*given, losses, is_correct), losses, is_correct))
+    (others, *wanted), (got_others, *got) = found
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+    assert (got_others.cpu().float() != others.float()).float().mean() < TIES
 
 
 def test_cross_entropy_through_a_float8_head_is_that_in_bfloat16() -> None:

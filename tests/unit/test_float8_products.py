@@ -12,7 +12,9 @@ from common.drafters.dflash.float8_products import (
     padded,
     scaled,
 )
+from common.drafters.dflash.float8_slopes import float8_slopes, head_gradient
 from common.drafters.dflash.loss import head_loss
+from common.drafters.dflash.row_losses import cross_entropy
 
 # Each factor has 4 significant bits: a product's root mean square error is near 3.6 %.
 TOLERANCE = 0.05
@@ -116,3 +118,21 @@ def test_loss_through_a_float8_head_is_that_of_the_exact_one(kind: str) -> None:
     assert 0 < relative_error(losses_8, losses.double()) < TOLERANCE
     assert 0 < relative_error(gradient_8, gradient.double()) < 2 * TOLERANCE
     assert not gradient_8[~is_used].any()
+
+
+def test_slopes_beside_a_likely_label_keep_their_size() -> None:
+    generator = torch.Generator().manual_seed(4)
+    head = torch.randn(64, 32, generator=generator)
+    labels = torch.randint(64, (40,), generator=generator)
+    logits = (head[labels] * torch.linspace(0.15, 0.5, 40)[:, None]) @ head.T
+    is_used = torch.arange(40) % 5 != 0
+    losses, is_correct = torch.empty(40), torch.empty(40, dtype=torch.bool)
+    slopes = float8_slopes(logits, labels, is_used, losses, is_correct)
+    got = head_gradient(slopes, labels, head, scaled(head))
+    wanted_losses, wanted_slopes = cross_entropy(logits, labels)
+    assert losses[is_used].min() < 0.01 < 1 < losses.max()
+    assert torch.equal(losses, wanted_losses * is_used)
+    assert torch.equal(is_correct, (logits.argmax(-1) == labels) & is_used)
+    for row in is_used.nonzero()[:, 0]:
+        assert 0 < relative_error(got[row], wanted_slopes[row].double() @ head.double()) < TOLERANCE
+    assert not got[~is_used].any()

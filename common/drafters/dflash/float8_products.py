@@ -61,11 +61,24 @@ def padded(rows: int) -> int:
     return -(-rows // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
 
 
-def product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a b^T [M, N] of float8 a [M, K], b [N, K] with scales [M, 1], [N, 1]."""
+def product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, *,
+    is_sum_exact: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return a b^T [M, N] of float8 a [M, K], b [N, K] with scales [M, 1], [N, 1].
+
+    Args:
+        is_sum_exact: whether to sum in float32. Hopper's own sums have 14 bits: what is added to a
+            sum that has grown large is cut towards zero, a bias where many terms have one sign.
+    """
     if a.is_cuda:
         return torch._scaled_mm(  # noqa: SLF001 - torch's only door to float8 products
-            a, b.t(), scale_a=a_scales, scale_b=b_scales.t(), out_dtype=dtype, use_fast_accum=True
+            a,
+            b.t(),
+            scale_a=a_scales,
+            scale_b=b_scales.t(),
+            out_dtype=dtype,
+            use_fast_accum=not is_sum_exact,
         )
     return ((a.float() * a_scales) @ (b.float() * b_scales).T).to(dtype)
 

@@ -91,7 +91,7 @@ class DFlashObjective(nn.Module):
         self.target_softcap = target_softcap
         self.layer_kinds = [int(kind == SLIDING_ATTENTION) for kind in spec.layer_types]
         windows = torch.tensor([UNBOUNDED_WINDOW, spec.sliding_window or 1], dtype=torch.int32)
-        self.float8_head = list(scaled(head, by_columns=False)) if precision == "fp8" else []
+        self.float8_head = list(scaled(head)) if precision == "fp8" else []
         self.register_buffer("windows", windows, persistent=False)
         self.register_buffer("causal", torch.tensor([False, True]), persistent=False)
         self.register_buffer("decay", torch.tensor(spec.decay()), persistent=False)
