@@ -155,7 +155,10 @@ def join_group(config: WorkerConfig, index: int, parts: Parts, schema: RowSchema
         is_saved=parts.store.newest() is not None,
     )  # fmt: skip
     progress.trained_rows = progress.trained_tokens = 0
-    meetings = Meetings(config.run.directory, name, index, config.groups[name], agreement)
+    meetings = Meetings(
+        config.run.directory, name, index, config.groups[name], agreement,
+        device=parts.trainee.optimizer.masters[0].device,
+    )  # fmt: skip
     return Membership(meetings, agreement, lineage)
 
 

@@ -236,7 +236,7 @@ class GroupWorker(DrafterWorker):
         if num_steps:
             if meeting.size > 1:
                 share = words.shares(self._is_local)[meeting.rank]
-                meeting.sum(self._exchange.load(share))
+                meeting.sum(self._exchange.load(share, meeting.place))
             is_healed_later = self._is_local and meeting.rank in words.behind
             if not is_healed_later:
                 if meeting.size > 1:

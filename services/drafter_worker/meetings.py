@@ -1,5 +1,7 @@
 """Meetings of a group: who is there, and tensors between them over Gloo on loopback.
 
+Sums of members that have a GPU each go between those, by NCCL (`gpu_sums`).
+
     main thread   open -> gather, sum, send, receive      waits for: the others, each time bounded
     beat thread   says to the lighthouse that this worker lives, while its main thread shows life
     unblocked by  the others; the death of one (its connection closes); the end of a lease or patience
@@ -28,6 +30,7 @@ from torch import Tensor
 from common.config.shared import GroupTable
 from common.errors import PeerLostError
 from common.quorum import LighthouseClient, Member, Quorum, read_address
+from services.drafter_worker.gpu_sums import GpuSums, are_apart, identity_of
 
 _LOOPBACK = "127.0.0.1"
 _AGREEMENT = "agreement"
@@ -46,6 +49,8 @@ class Meeting:
     rank: int
     _group: Any
     """None: nobody else is there."""
+    _gpus: GpuSums | None
+    """None: sums are made in host memory."""
     _timeout: timedelta
 
     @property
@@ -62,10 +67,17 @@ class Meeting:
             self._group.allgather([parts], [part]).wait()
         return torch.stack(parts)
 
+    @property
+    def place(self) -> torch.device:
+        """Where vectors are summed."""
+        return self._gpus.device if self._gpus is not None else torch.device("cpu")
+
     def sum(self, vector: Tensor) -> None:
-        """Replace a float32 vector on the CPU by the sum over members: bit-equal at each."""
-        if self._group is not None:
-            with _lost_on_failure("sum"):
+        """Replace a float32 vector at `place` by the sum over members: bit-equal at each."""
+        with _lost_on_failure("sum"):
+            if self._gpus is not None:
+                self._gpus.sum(vector)
+            elif self._group is not None:
                 self._group.allreduce([vector]).wait()
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -96,6 +108,7 @@ class Meetings:
         index: int,
         table: GroupTable,
         agreement: dict[str, Any],
+        device: torch.device,
     ) -> None:
         self._directory = run_directory
         self._group_name = group
@@ -109,7 +122,10 @@ class Meetings:
         self._said = ""
         """Why the last meeting failed; none has been held since."""
         self._client: LighthouseClient | None = None
+        self._identity = identity_of(device)
+        self._device = device
         self._group: Any = None
+        self._gpus: GpuSums | None = None
         self._connected: tuple[Member, ...] = ()
         self._alive_at = time.monotonic()
         self._stop = threading.Event()
@@ -123,7 +139,7 @@ class Meetings:
         """Leave: the others miss this worker when its lease is over."""
         self._stop.set()
         self._beat_thread.join()
-        self._group = None
+        self._disconnect()
 
     def touch(self) -> None:
         """The main thread lives: it may be waited for."""
@@ -146,7 +162,7 @@ class Meetings:
         rank = [member.name for member in quorum.members].index(self.name)
         if quorum.members != self._connected:
             self._connect(quorum, rank)
-        return Meeting(quorum, rank, self._group, self._timeout)
+        return Meeting(quorum, rank, self._group, self._gpus, self._timeout)
 
     def fail(self, error: PeerLostError) -> None:
         """A meeting failed here: the next one connects again."""
@@ -154,21 +170,35 @@ class Meetings:
         level = logging.WARNING if is_news else logging.DEBUG  # it may fail many times a second
         _log.log(level, "meeting failed, the members are counted again: %s", error)
         self._num_failures += 1
-        self._group, self._connected, self._client = None, (), None
+        self._disconnect()
+        self._client = None
         self._stop.wait(_RETRY_SECONDS)
 
     def _connect(self, quorum: Quorum, rank: int) -> None:
-        self._group, self._connected = None, ()
+        self._disconnect()
         size = len(quorum.members)
         if size > 1:
             with _lost_on_failure(f"connect {size} members"):
                 first = self._store if rank == 0 else None
                 store = first or _reach_store(quorum.members[0].store_address, self._timeout)
-                self._group = _connect_gloo(
-                    dist.PrefixStore(quorum.key, store), rank, size, self._timeout
-                )
+                shared = dist.PrefixStore(quorum.key, store)
+                self._group = _connect_gloo(shared, rank, size, self._timeout)
+                self._gpus = self._connect_gpus(shared, rank, size)
         self._connected, self._said = quorum.members, ""
-        _log.info("meeting %s: rank %d of %d", quorum.key, rank, size)
+        way = "nothing" if size == 1 else "Gloo" if self._gpus is None else "NCCL"
+        _log.info("meeting %s: rank %d of %d, sums over %s", quorum.key, rank, size, way)
+
+    def _connect_gpus(self, store: dist.Store, rank: int, size: int) -> GpuSums | None:
+        identities = [torch.empty_like(self._identity) for _ in range(size)]
+        self._group.allgather([identities], [self._identity]).wait()
+        if not are_apart(torch.stack(identities)):
+            return None
+        return GpuSums(dist.PrefixStore("nccl", store), rank, size, self._device, self._timeout)
+
+    def _disconnect(self) -> None:
+        if self._gpus is not None:
+            self._gpus.close()
+        self._group, self._gpus, self._connected = None, None, ()
 
     def _reach_lighthouse(self) -> LighthouseClient:
         url = read_address(self._directory, self._group_name)

@@ -6,7 +6,7 @@
 
 Weights are named by step and lineage, a number that each agreed change draws anew: of two members
 with the same step and another lineage one has trained alone, and is healed. All copies go through
-fixed host vectors and back into the same tensors, so that captured graphs see them.
+fixed vectors and back into the same tensors, so that captured graphs see them.
 
 Moments of `local_sgd` stay each worker's own: to average them would triple the bytes, and the rows
 of a group are drawn alike, so that they differ by noise alone. A joiner takes those of one member.
@@ -160,8 +160,8 @@ class Lineage:
 class Exchange(Protocol):
     """What members bring together."""
 
-    def load(self, share: float) -> Tensor:
-        """Copy this member's part, times its share, into a host vector and return it."""
+    def load(self, share: float, place: torch.device) -> Tensor:
+        """Copy this member's part, times its share, into a vector at `place` and return it."""
 
     def take(self) -> None:
         """Copy the vector, which has been summed over the members, into place."""
@@ -171,15 +171,12 @@ class AllReduce:
     """Gradients, their weight and the step's sums, over all members: a mean over all tokens."""
 
     def __init__(self, stepper: Stepper) -> None:
-        self._copy = HostVector(stepper.shared_sums())
+        self._copy = SharedVector(stepper.shared_sums())
 
-    def load(self, share: float) -> Tensor:
+    def load(self, share: float, place: torch.device) -> Tensor:
         """Copy what has been added since the last step; nothing where the share is 0."""
-        if share:
-            self._copy.load()
-        else:
-            self._copy.vector.zero_()
-        return self._copy.vector
+        vector = self._copy.load(place)
+        return vector if share else vector.zero_()
 
     def take(self) -> None:
         """Copy the sums into place, for the update."""
@@ -191,13 +188,13 @@ class LocalSgd:
 
     def __init__(self, optimizer: MasterOptimizer) -> None:
         self._optimizer = optimizer
-        self._copy = HostVector(optimizer.masters)
+        self._copy = SharedVector(optimizer.masters)
 
-    def load(self, share: float) -> Tensor:
+    def load(self, share: float, place: torch.device) -> Tensor:
         """Copy the masters times the share."""
-        self._copy.load()
+        vector = self._copy.load(place)
         # What is not finite would stay so at a share of 0.
-        return self._copy.vector.mul_(share) if share else self._copy.vector.zero_()
+        return vector.mul_(share) if share else vector.zero_()
 
     def take(self) -> None:
         """Copy the average into the masters and the working weights."""
@@ -205,25 +202,35 @@ class LocalSgd:
         self._optimizer.round_to_working()
 
 
-class HostVector:
-    """A float32 vector on the host that mirrors tensors on a device."""
+class SharedVector:
+    """A float32 vector that mirrors tensors on a device: one on the host, one on the GPU, as needed."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
-        size = sum(tensor.numel() for tensor in self._tensors)
-        self.vector = torch.zeros(size, pin_memory=self._tensors[0].is_cuda)
-        parts = self.vector.split([tensor.numel() for tensor in self._tensors])
-        self._views = [part.view(t.shape) for part, t in zip(parts, self._tensors, strict=True)]
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self._vectors: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
+        self._views: list[Tensor] = []
+        """Of the vector that was loaded last."""
 
     @torch.no_grad()
-    def load(self) -> None:
-        """Copy from the device; done when this returns."""
+    def load(self, place: torch.device) -> Tensor:
+        """Copy the tensors; done when this returns, for whoever uses the vector at its place."""
+        if place not in self._vectors:
+            self._vectors[place] = self._allocate(place)
+        vector, self._views = self._vectors[place]
         torch._foreach_copy_(self._views, self._tensors)
+        return vector
 
     @torch.no_grad()
     def store(self) -> None:
-        """Copy to the device."""
+        """Copy the vector that was loaded last into the tensors."""
         torch._foreach_copy_(self._tensors, self._views)
+
+    def _allocate(self, place: torch.device) -> tuple[Tensor, list[Tensor]]:
+        is_pinned = place.type == "cpu" and self._tensors[0].is_cuda
+        vector = torch.zeros(sum(self._sizes), device=place, pin_memory=is_pinned)
+        parts = zip(vector.split(self._sizes), self._tensors, strict=True)
+        return vector, [part.view(tensor.shape) for part, tensor in parts]
 
 
 def gather_rows(meeting: Meeting, words: Words, mine: set[int]) -> set[int]:

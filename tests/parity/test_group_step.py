@@ -62,7 +62,7 @@ def test_members_of_uneven_rows_step_as_one_worker_with_all_of_them(tmp_path: Pa
         figures = []
         for step in range(NUM_STEPS):
             add_rows(stepper, step, MEMBERS[index])
-            meeting.sum(exchange.load(float(bool(MEMBERS[index]))))
+            meeting.sum(exchange.load(float(bool(MEMBERS[index])), meeting.place))
             exchange.take()
             figures.append(end_step(stepper))
         return figures, stepper.optimizer.masters

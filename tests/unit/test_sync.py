@@ -15,12 +15,13 @@ from common.quorum import publish_addresses, read_address
 from common.ring.worker_protocol import WorkerProtocol
 from services.drafter_worker.checkpoint import CheckpointStore, TrainerState
 from services.drafter_worker.config import OptimizerTable, WorkerConfig
+from services.drafter_worker.gpu_sums import are_apart, identity_of
 from services.drafter_worker.meetings import Meeting, Meetings
 from services.drafter_worker.optim import MasterOptimizer
 from services.drafter_worker.sync import (
-    HostVector,
     Lineage,
     LocalSgd,
+    SharedVector,
     Word,
     Words,
     check_agreement,
@@ -28,7 +29,7 @@ from services.drafter_worker.sync import (
     hash_of,
     heal,
 )
-from tests.members import TABLE, needs_torchft, with_members
+from tests.members import CPU, TABLE, needs_torchft, with_members
 
 
 def word(**changes: int) -> Word:
@@ -89,6 +90,16 @@ def add_row(net: Net, optimizer: MasterOptimizer, weight_sum: Tensor, row: int) 
     weight_sum += weights.sum()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [((1, 2), True), ((1, 1), False), ((1, 0), False), ((0, 0), False), ((3, 1, 2), True)],
+)
+def test_only_members_with_a_gpu_each_are_apart(gpus: tuple[int, ...], expected: bool) -> None:
+    identities = torch.tensor([[gpu] * 16 for gpu in gpus], dtype=torch.uint8)
+    assert are_apart(identities) == expected
+    assert not identity_of(CPU).any()
+
+
 @needs_torchft
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_summed_gradients_of_two_are_those_of_one_worker_with_all_rows(
@@ -99,13 +110,12 @@ def test_summed_gradients_of_two_are_those_of_one_worker_with_all_rows(
     def act(meeting: Meeting, index: int) -> list[Tensor]:
         net, optimizer = make_optimizer(kind=kind)
         weight_sum = torch.zeros(())
-        shared = HostVector([*optimizer.gradient_sums, weight_sum])
+        shared = SharedVector([*optimizer.gradient_sums, weight_sum])
         for step in range(4):
             rows = [] if step == 2 and index == 1 else shares[index]
             for row in rows:
                 add_row(net, optimizer, weight_sum, row + 6 * step)
-            shared.load()
-            meeting.sum(shared.vector)
+            meeting.sum(shared.load(meeting.place))
             shared.store()
             optimizer.update(weight_sum)
             weight_sum.zero_()
@@ -137,7 +147,7 @@ def test_an_average_is_weighted_by_tokens_exact_and_in_place(tmp_path: Path) -> 
             master.fill_(index + 1.0)
         words = Words(meeting, word(num_tokens=[3, 1][index], num_steps=1))
         exchange = LocalSgd(optimizer)
-        meeting.sum(exchange.load(words.shares(is_local=True)[meeting.rank]))
+        meeting.sum(exchange.load(words.shares(is_local=True)[meeting.rank], meeting.place))
         exchange.take()
         assert [master.data_ptr() for master in optimizer.masters] == places
         return optimizer.masters
@@ -299,7 +309,7 @@ def test_the_quorum_server_s_address_is_its_owner_s_alone(tmp_path: Path) -> Non
 
 
 def test_a_server_that_is_missing_is_said_once(tmp_path: Path, caplog: Any) -> None:
-    with Meetings(tmp_path, "main", 0, TABLE, {}) as meetings:
+    with Meetings(tmp_path, "main", 0, TABLE, {}, CPU) as meetings:
         for _ in range(3):
             with pytest.raises(PeerLostError) as caught:
                 meetings.open(0)
