@@ -154,7 +154,7 @@ class WorkerReport(Record):
     num_members: Count
     """Who came to its last meeting, itself included; 0 where its group has no sync, and before the first."""
     step_seconds: float
-    """Median of the last steps."""
+    """Median of the last steps, without waits for rows; on a GPU by its clock."""
     last_step_age_seconds: float | None
     seconds_to_first_step: float | None
     """From the process's start to the end of its first optimizer step."""

@@ -2,9 +2,7 @@
 
 import logging
 import resource
-import statistics
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from common.contracts.control_messages import HeldOutFigures, WorkerReport
 from common.drafters.dflash.metrics import StepFigures
 from common.lifecycle import process_age_seconds
 from services.drafter_worker.compile import cache_counts, num_recompiles
+from services.drafter_worker.step_clock import StepClock
 
-_RECENT_STEPS = 32
 _log = logging.getLogger(__name__)
 
 
@@ -55,21 +53,25 @@ class Meter:
     seconds_to_first_step: float | None = None
     first_tokens: int = 0
     train_seconds: float = 0.0
-    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     _last_row_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self._step_clock = StepClock(self.device)
 
     def start(self) -> None:
         """The first row may come: rates count from here."""
         self.started_at = time.monotonic()
         self.first_tokens = self.progress.trained_tokens
 
-    def row_done(self, began_at: float, num_steps: int) -> None:
-        """A row has been trained on."""
-        now = time.monotonic()
-        self.train_seconds = now - self.started_at
-        self._last_row_at = now
-        if num_steps > 0:  # weights that are taken over may be of an earlier step
-            self._step_seconds.append((now - began_at) / num_steps)
+    def row_begins(self) -> None:
+        """A row is to be trained on."""
+        self._step_clock.begin()
+
+    def row_done(self, num_steps: int) -> None:
+        """A row has been trained on, or all of it is enqueued, with so many optimizer steps."""
+        self._step_clock.end(num_steps)
+        self._last_row_at = time.monotonic()
+        self.train_seconds = self._last_row_at - self.started_at
 
     def step_done(self) -> None:
         """An optimizer step has been applied; the first one is waited for, and told."""
@@ -95,7 +97,6 @@ class Meter:
     def report(self) -> WorkerReport:
         """Return the worker's report."""
         progress, figures = self.progress, self.figures
-        recent = list(self._step_seconds)
         last, cache = self._last_row_at, cache_counts()
         return WorkerReport(
             group=self.group,
@@ -114,7 +115,7 @@ class Meter:
             starved_seconds=self.starved_seconds,
             sync_seconds=self.sync_seconds,
             num_members=self.num_members,
-            step_seconds=statistics.median(recent) if recent else 0.0,
+            step_seconds=self._step_clock.median,
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
             seconds_to_first_step=self.seconds_to_first_step,
             compile_seconds=self.compile_seconds,

@@ -166,7 +166,8 @@ class DrafterWorker:
     def _train_on(self, row: StagedRow) -> None:
         """Visit a row; each visit is a micro-step with anchors of its own."""
         training, parts = self._config.training, self._parts
-        began_at, first_step = time.monotonic(), self._progress.step
+        first_step = self._progress.step
+        parts.meter.row_begins()
         self._position.reach(row.sequence)
         for visit in range(training.visits):
             draw = (self._config.run.seed, row.sequence, visit)
@@ -184,7 +185,7 @@ class DrafterWorker:
         parts.feed.give_back(row)
         self._progress.trained_rows += 1
         self._progress.trained_tokens += row.used_tokens
-        parts.meter.row_done(began_at, self._progress.step - first_step)
+        parts.meter.row_done(self._progress.step - first_step)
 
     def _update(self) -> None:
         self._step(self._position.num_rows)
