@@ -21,8 +21,12 @@ from common.target.weights import FrozenTables
 
 _LEAST_COSINE = 0.999
 _LEAST_MARGIN = 4.0
-# Relative errors by which runs of other shapes differ; a leak measures 0.3 and more.
+# Relative errors by which runs of other shapes differ.
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+# Rounding grows with a target's depth: how far above the first document's, which none precedes, others' may
+# lie, and where it ends, since a leak measures 0.3 and more.
+_NOISE_MARGIN = 4.0
+_MOST_NOISE = 0.1
 # A document feels those before it most in its first tokens.
 _FIRST_TOKENS = 16
 # Both sides of the head's check are the same product.
@@ -65,8 +69,10 @@ class IsolationCheck:
 
     gap: float
     """Largest over documents of the mean relative error of their first tokens."""
+    noise: float
+    """The same of the first document, which has none before it: what rounding makes of it here."""
     tolerance: float
-    """What rounding may make of it in the model's element type."""
+    """What rounding may make of any."""
 
     @property
     def is_isolated(self) -> bool:
@@ -158,7 +164,9 @@ def check_isolation(
     ):
         alone = run_packed(model, tap, ids, position_ids)
         errors.append(_errors_by_token(part, alone)[:_FIRST_TOKENS].mean().item())
-    return IsolationCheck(gap=max(errors), tolerance=_NOISE[packed.dtype])
+    noise = errors[0]
+    tolerance = min(max(_NOISE[packed.dtype], _NOISE_MARGIN * noise), _MOST_NOISE)
+    return IsolationCheck(max(errors), noise, tolerance)
 
 
 def check_float8(model: PreTrainedModel, tap: FeatureTap, token_ids: torch.Tensor) -> Float8Check:

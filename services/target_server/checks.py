@@ -255,8 +255,8 @@ def _check_packing(
     """Return whether documents are kept apart; where they are not, they are run one by one."""
     found = check_isolation(model, tap, documents)
     text = (
-        f"{'isolated' if found.is_isolated else 'run separately'}: gap {found.gap:.1e}, "
-        f"tolerance {found.tolerance:.1e}"
+        f"{'isolated' if found.is_isolated else 'run separately'}: gap {found.gap:.1e}, noise "
+        f"{found.noise:.1e}, tolerance {found.tolerance:.1e}"
     )
     if target.family.is_packed and not found.is_isolated:
         checks.warns("packing", f"{text}; targets of type {target.model_type!r} were isolated")

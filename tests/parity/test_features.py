@@ -114,6 +114,25 @@ def test_isolation_check_sees_documents_that_mix(model):
     assert not leaking.is_isolated
 
 
+def test_isolation_check_takes_rounding_for_what_it_is_and_a_leak_under_it_for_a_leak(model):
+    parts = documents(20, 20, 20)
+
+    def round_by_shape(_module, _given, output):
+        generator = torch.Generator().manual_seed(output.shape[1])
+        return output + 0.005 * output.std() * torch.randn(output.shape, generator=generator)
+
+    hook = model.get_input_embeddings().register_forward_hook(round_by_shape)
+    try:
+        with FeatureTap(model, LAYER_IDS) as tap:
+            rounded = check_isolation(model, tap, parts)
+            leaking = check_isolation(BorderlessTarget(model), tap, parts)
+    finally:
+        hook.remove()
+    assert rounded.is_isolated
+    assert rounded.gap > 10 * 1e-4  # more than float32's
+    assert not leaking.is_isolated
+
+
 def test_linear_attention_is_found_to_mix_documents_and_does_not_document_by_document(tmp_path):
     path = make_tiny_target(tmp_path, "qwen3_5")
     model = load_target(TargetTable(model=str(path), dtype="float32"), "cpu")
