@@ -19,7 +19,7 @@ _WORKER_COUNTERS = (
     ("drafter_steps", "step", "Optimizer updates."),
     ("drafter_trained_rows", "trained_rows", "Rows trained on."),
     ("drafter_trained_tokens", "trained_tokens", "Tokens trained on."),
-    ("drafter_starved_seconds", "starved_seconds", "Seconds spent waiting on an empty ring."),
+    ("drafter_starved_seconds", "starved_seconds", "Seconds without work for want of a row."),
     ("drafter_sync_seconds", "sync_seconds", "Seconds spent in meetings of a synced group."),
     ("drafter_compile_cache_hits", "compile_cache_hits", "Graphs found compiled."),
     ("drafter_compile_cache_misses", "compile_cache_misses", "Graphs not found compiled."),

@@ -172,7 +172,7 @@ class GroupWorker(DrafterWorker):
     def _meet(self) -> bool:
         """Meet once; return whether it came to its end."""
         patience = self._leave_seconds if self._is_leaving() else None
-        began_at = time.monotonic()
+        self._parts.meter.clock.begin_meeting()
         try:
             self._hold(self._meetings.open(self._lineage.step, patience))
         except PeerLostError as error:
@@ -180,7 +180,7 @@ class GroupWorker(DrafterWorker):
             self._is_over = self._is_over or self._has_left_in_vain()
             return False
         finally:
-            self._parts.meter.sync_seconds += time.monotonic() - began_at
+            self._parts.meter.clock.end_meeting()
         self._idle_since = time.monotonic()
         return True
 

@@ -12,7 +12,7 @@ from common.contracts.control_messages import HeldOutFigures, WorkerReport
 from common.drafters.dflash.metrics import StepFigures
 from common.lifecycle import process_age_seconds
 from services.drafter_worker.compile import cache_counts, num_recompiles
-from services.drafter_worker.step_clock import StepClock
+from services.drafter_worker.device_clock import DeviceClock
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ class Meter:
     figures: StepFigures | None = None
     learning_rate: float = 0.0
     gradient_norm: float | None = None
-    starved_seconds: float = 0.0
-    sync_seconds: float = 0.0
     num_members: int = 0
     checkpoint: str = ""
     graph_replays: int = 0
@@ -56,20 +54,15 @@ class Meter:
     _last_row_at: float | None = None
 
     def __post_init__(self) -> None:
-        self._step_clock = StepClock(self.device)
+        self.clock = DeviceClock(self.device)
 
     def start(self) -> None:
         """The first row may come: rates count from here."""
         self.started_at = time.monotonic()
         self.first_tokens = self.progress.trained_tokens
 
-    def row_begins(self) -> None:
-        """A row is to be trained on."""
-        self._step_clock.begin()
-
-    def row_done(self, num_steps: int) -> None:
-        """A row has been trained on, or all of it is enqueued, with so many optimizer steps."""
-        self._step_clock.end(num_steps)
+    def row_done(self) -> None:
+        """A row has been trained on, or all of it is enqueued."""
         self._last_row_at = time.monotonic()
         self.train_seconds = self._last_row_at - self.started_at
 
@@ -112,10 +105,10 @@ class Meter:
             accepted_prefix_length=figures.accepted_prefix_length if figures else None,
             learning_rate=self.learning_rate,
             gradient_norm=self.gradient_norm,
-            starved_seconds=self.starved_seconds,
-            sync_seconds=self.sync_seconds,
+            starved_seconds=self.clock.starved_seconds,
+            sync_seconds=self.clock.sync_seconds,
             num_members=self.num_members,
-            step_seconds=self._step_clock.median,
+            step_seconds=self.clock.step_seconds,
             last_step_age_seconds=time.monotonic() - last if last is not None else None,
             seconds_to_first_step=self.seconds_to_first_step,
             compile_seconds=self.compile_seconds,

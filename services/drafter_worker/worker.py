@@ -157,9 +157,10 @@ class DrafterWorker:
             self.phase = "paused"
             self._stop.wait(WAIT_SECONDS)
             return None
-        start = time.monotonic()
+        start, clock = time.monotonic(), self._parts.meter.clock
+        clock.waits()
         row = self._parts.feed.next_row(WAIT_SECONDS)
-        self._parts.meter.starved_seconds += time.monotonic() - start
+        clock.waited(time.monotonic() - start)
         self.phase = "running" if row is not None else "waiting"
         return row
 
@@ -167,7 +168,7 @@ class DrafterWorker:
         """Visit a row; each visit is a micro-step with anchors of its own."""
         training, parts = self._config.training, self._parts
         first_step = self._progress.step
-        parts.meter.row_begins()
+        parts.meter.clock.begin()
         self._position.reach(row.sequence)
         for visit in range(training.visits):
             draw = (self._config.run.seed, row.sequence, visit)
@@ -185,7 +186,8 @@ class DrafterWorker:
         parts.feed.give_back(row)
         self._progress.trained_rows += 1
         self._progress.trained_tokens += row.used_tokens
-        parts.meter.row_done(self._progress.step - first_step)
+        parts.meter.clock.end(self._progress.step - first_step)
+        parts.meter.row_done()
 
     def _update(self) -> None:
         self._step(self._position.num_rows)
@@ -224,8 +226,8 @@ class DrafterWorker:
             trained_rows=progress.trained_rows,
             trained_tokens=progress.trained_tokens,
             tokens_per_second=parts.meter.tokens_per_second,
-            starved_seconds=parts.meter.starved_seconds,
-            sync_seconds=parts.meter.sync_seconds,
+            starved_seconds=parts.meter.clock.starved_seconds,
+            sync_seconds=parts.meter.clock.sync_seconds,
         )
         _log.info(
             "step %d loss %.4f accepted prefix %.3f lr %.2e",
@@ -317,8 +319,8 @@ class DrafterWorker:
             **asdict(progress),
             "train_seconds": meter.train_seconds,
             "tokens_per_second": meter.tokens_per_second,
-            "starved_seconds": meter.starved_seconds,
-            "sync_seconds": meter.sync_seconds,
+            "starved_seconds": meter.clock.starved_seconds,
+            "sync_seconds": meter.clock.sync_seconds,
             "seconds_to_first_step": meter.seconds_to_first_step,
             "compile_seconds": meter.compile_seconds,
             "loss": meter.figures.loss if meter.figures else None,
