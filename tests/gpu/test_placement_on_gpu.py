@@ -62,8 +62,9 @@ class Run:
 
     def close(self) -> None:
         for process in self._started:
-            process.kill()
-            process.wait()
+            process.terminate()  # a target server that is killed leaves its ring behind
+        for process in self._started:
+            process.wait(WAIT_SECONDS)
         self.control.close()
 
 
@@ -126,6 +127,7 @@ def test_target_and_worker_train_on_leased_gpus_and_a_worker_too_many_is_refused
     extra = run.start("drafter_worker", "extra")
     assert extra.wait(WAIT_SECONDS) == EXIT_NO_PLACE
     said = run.log("extra").read_text()
-    assert f"{uuid} (0, " in said
+    (index,) = (gpu.index for gpu in read_gpus() if gpu.uuid == uuid)
+    assert f"{uuid} ({index}, " in said
     assert "has 1 of 1 workers (main-0)" in said
     assert "raise placement.workers_per_gpu" in said
