@@ -22,6 +22,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class GroupWorker(DrafterWorker):
 
     def _meet(self) -> bool:
         """Meet once; return whether it came to its end."""
+        self._take_saved()
         patience = self._leave_seconds if self._is_leaving() else None
         self._parts.meter.clock.begin_meeting()
         try:
@@ -198,8 +200,8 @@ class GroupWorker(DrafterWorker):
         self._exchange_and_heal(meeting, words)
         self._is_fresh = False
         self._is_over = self._may_go(words)
-        if self._is_leader and not self._is_over and self._is_save_due(words):
-            self._save()
+        if self._is_leader and not self._is_over:
+            self._save_where_due(words)
         if words.all[meeting.rank].must_save:
             self._must_save.clear()
 
@@ -335,7 +337,7 @@ class GroupWorker(DrafterWorker):
 
     def _commit(self, saved_step: int) -> None:
         """Every member has the weights of this checkpoint, or later ones: its rows are safe."""
-        self._lineage.saved_step = self._saved_step = saved_step
+        self._lineage.saved_step = saved_step
         durable = [rows for step, rows in self._uncommitted if step <= saved_step]
         if durable:
             self._parts.rings.mark_committed(set().union(*durable))
@@ -343,26 +345,28 @@ class GroupWorker(DrafterWorker):
             low = self._parts.rings.consumed.low
             self._lineage.rows = {row for row in self._lineage.rows if row >= low}
 
-    def _is_save_due(self, words: Words) -> bool:
-        lineage = self._lineage
+    def _save_where_due(self, words: Words) -> None:
+        """Begin a checkpoint; at an end of anybody's, wait for it, so that the rows can be committed."""
+        lineage, steps = self._lineage, self._config.training.checkpoint_steps
         if lineage.step <= lineage.saved_step:
-            return False
-        steps = self._config.training.checkpoint_steps
+            return
         is_end = any(w.is_leaving for w in words.all) or all(w.is_settled for w in words.all)
-        return (
-            is_end
-            or any(word.must_save for word in words.all)
-            or lineage.step // steps > max(lineage.saved_step, 0) // steps
-        )
+        is_due = lineage.step // steps > max(lineage.saved_step, 0) // steps
+        is_wanted = is_end or any(word.must_save for word in words.all)
+        if is_wanted or (is_due and not self._saver.is_busy):
+            self._save()
+        if is_end:
+            self._take_saved(waits=True)
 
     def _save(self) -> None:
-        """Write the group's checkpoint; rows are committed at the next meeting."""
+        """Begin the group's checkpoint; rows are committed at a meeting after it is written."""
         lineage = self._lineage
+        if self._saved_step == lineage.step:
+            return
         consumed = self._parts.rings.consumed
         progress = Progress(lineage.step, lineage.trained_rows, lineage.trained_tokens)
         contained = consumed.of((*consumed.above, *lineage.rows), low=consumed.low)
-        self._write(progress, contained)
-        lineage.saved_step = lineage.step
+        self._begin_save(progress, contained, partial(lineage.note_saved, lineage.step))
 
     def _note_full_disk(self, reason: str) -> None:
         super()._note_full_disk(reason)

@@ -85,6 +85,10 @@ class MasterOptimizer:
                 tensors |= {f"{i}.{name}": part for i, part in zip(indexes, parts, strict=True)}
         return tensors
 
+    def masters_of(self, state: dict[str, Tensor]) -> list[Tensor]:
+        """Return the masters in what `state` has returned, in their order."""
+        return [state[f"{index}.master"] for index in range(len(self.masters))]
+
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore masters and moments, and the working weights from the masters.

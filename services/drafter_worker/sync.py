@@ -146,6 +146,10 @@ class Lineage:
         self.trained_tokens += sum(word.num_tokens for word in words.current)
         self.rows |= rows
 
+    def note_saved(self, step: int) -> None:
+        """A checkpoint of this step is durable."""
+        self.saved_step = max(self.saved_step, step)
+
     def as_json(self) -> str:
         """Return all of it, as a joiner reads it."""
         return json.dumps({**vars(self), "rows": sorted(self.rows)})

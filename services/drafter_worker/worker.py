@@ -1,7 +1,7 @@
 """The drafter worker's loop.
 
-    target server ==ring==> RowFeed ==staged row==> Stepper --> CheckpointStore
-                                (prefetch thread)    (main thread)
+    target server ==ring==> RowFeed ==staged row==> Stepper ==state==> CheckpointStore
+                                (prefetch thread)    (main thread)       (saver thread)
 
     consumes  staged rows          produces  optimizer steps, metrics, checkpoints
     waits for a staged row (bounded)         unblocked by  a row, the end of the stream, a stop
@@ -39,6 +39,7 @@ from services.drafter_worker.config import WorkerConfig
 from services.drafter_worker.feed import RowFeed, StagedRow
 from services.drafter_worker.held_out import HeldOut
 from services.drafter_worker.meter import Meter, Progress
+from services.drafter_worker.saver import Save, Saver, on_host
 from services.drafter_worker.schedule import Schedule, StreamPosition
 from services.drafter_worker.step import Stepper
 
@@ -77,7 +78,11 @@ class DrafterWorker:
         self._pending: set[int] = set()
         self._pending_tokens = 0
         """Row tokens of `_pending`: rows that no step contains yet."""
+        self._saver = Saver()
         self._saved_step = self._progress.step if parts.trainee.is_resumed else -1
+        """Of the newest checkpoint that is written or being written."""
+        self._contained: set[int] = set()
+        """Rows of steps that no such checkpoint contains."""
         self._measured_step = -1
         self._held_out: HeldOut | None = None
         self._must_save = threading.Event()
@@ -105,6 +110,7 @@ class DrafterWorker:
                     break
             if self._is_measure_due():
                 self._measure()
+            self._take_saved()
             if self._is_between_rows() and (self._must_save.is_set() or self._is_checkpoint_due()):
                 self._must_save.clear()
                 self._save()
@@ -150,7 +156,8 @@ class DrafterWorker:
 
     def _is_checkpoint_due(self) -> bool:
         steps = self._config.training.checkpoint_steps
-        return self._progress.step // steps > max(self._saved_step, 0) // steps
+        is_due = self._progress.step // steps > max(self._saved_step, 0) // steps
+        return is_due and not self._saver.is_busy
 
     def _next_row(self) -> StagedRow | None:
         if self._paused.is_set():
@@ -192,6 +199,7 @@ class DrafterWorker:
     def _update(self) -> None:
         self._step(self._position.num_rows)
         self._parts.rings.mark_consumed(self._pending)
+        self._contained |= self._pending
         self._pending, self._pending_tokens = set(), 0
         self._log_if_due()
 
@@ -270,8 +278,8 @@ class DrafterWorker:
         if self._num_micro % self._config.training.accumulation and not self._is_finished():
             self._num_micro = 0
             self._update()
-        if self._saved_step != self._progress.step:
-            self._save()
+        self._save()
+        self._take_saved(waits=True)
 
     def _go_on(self) -> None:
         """Take up the curves where the checkpoint has them, and say so."""
@@ -279,39 +287,52 @@ class DrafterWorker:
         self._write_metrics(is_resumed=True)
 
     def _save(self) -> None:
+        """Begin a checkpoint of this step, unless there is one."""
         if self._saved_step == self._progress.step:
             return
         progress, sums = self._progress, self._parts.stepper.read_sums()
         if self._pending:
             sums = ()  # they have figures of rows that come again
-        contained = Progress(
+        held = Progress(
             progress.step,
             progress.trained_rows - len(self._pending),
             progress.trained_tokens - self._pending_tokens,
         )
-        self._write(contained, self._parts.rings.consumed, sums)
-        self._parts.rings.mark_committed()
+        rows, self._contained = self._contained, set()
+        commit = partial(self._parts.rings.mark_committed, rows)
+        self._begin_save(held, self._parts.rings.consumed, commit, sums)
 
-    def _write(
-        self, progress: Progress, consumed: SequenceSet, sums: tuple[float, ...] = ()
-    ) -> None:
-        """Write a checkpoint of weights that contain these rows."""
+    def _begin_save(self, progress: Progress, consumed: SequenceSet, then: Callable[[], None],
+                    sums: tuple[float, ...] = ()) -> None:  # fmt: skip
+        """Begin a checkpoint of weights that contain these rows; `then` follows once it is durable."""
+        self._take_saved(waits=True)
         parts, trainee = self._parts, self._parts.trainee
-        masters = dict(
-            zip(dict(trainee.drafter.named_parameters()), trainee.optimizer.masters, strict=True)
-        )
-        save = partial(
+        state = on_host(trainee.optimizer.state())
+        masters = trainee.optimizer.masters_of(state)
+        names = dict(trainee.drafter.named_parameters())
+        write = partial(
             parts.store.save,
-            partial(write_drafter, state=masters, spec=trainee.spec),
-            trainee.optimizer.state(),
+            partial(write_drafter, state=dict(zip(names, masters, strict=True)), spec=trainee.spec),
+            state,
             TrainerState(**asdict(progress), consumed=consumed, sums=sums),
             {**parts.run, "step": progress.step},
         )
-        with self._in_phase("saving"):
-            path = self._write_with_patience(save)
         self._saved_step = progress.step
-        parts.meter.checkpoint = str(path)
+        self._saver.begin(Save(progress.step, write, then))
+
+    def _take_saved(self, *, waits: bool = False) -> None:
+        """See to the checkpoint that was begun, if it is written or `waits`."""
+        with self._in_phase("saving") if waits else contextlib.nullcontext():
+            taken = self._saver.take(waits=waits)
+        if taken is None:
+            return
+        save, path = taken
+        if path is None:
+            with self._in_phase("saving"):
+                path = self._write_with_patience(save.write)
+        self._parts.meter.checkpoint = str(path)
         _log.info("checkpoint %s", path)
+        save.then()
 
     def _write_summary(self) -> None:
         meter, progress = self._parts.meter, self._progress
