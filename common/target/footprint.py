@@ -40,6 +40,10 @@ class TargetSize:
         """The hidden states of so many tokens in bfloat16."""
         return 2 * num_tokens * self.num_aux_layers * self.hidden_size
 
+    def layer_bytes(self, num_tokens: int) -> int:
+        """What one layer's pass over so many tokens has in bfloat16: its stream, projections and MLP."""
+        return 2 * num_tokens * (6 * self.hidden_size + 3 * self.intermediate_size)
+
 
 def measure_target(table: TargetTable) -> TargetSize:
     """Return a target's size; raise `ConfigError` where its files cannot be found."""

@@ -95,6 +95,8 @@ def open_server(
         mask_token_id=mask_token_id,
         is_float8=is_float8,
     )  # fmt: skip
+    if run.device == "cuda":
+        torch.cuda.empty_cache()  # of the tables that were read for the checks, a worker's own size
     if shard.index == 0:
         enter("measuring", "writes the held-out answers")
         prepare_held_out(

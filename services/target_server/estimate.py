@@ -80,11 +80,15 @@ def row_bytes(config: RowConfig) -> dict[str, Any]:
 
 
 def target_bytes(config: RowConfig) -> int:
-    """Return what a target server's GPU holds: weights, a ring that may be there, a row on its way."""
-    size = measure_target(config.target)
-    row = size.row_bytes(config.data.row_tokens)
+    """Return what a target server's GPU holds: weights, a ring that may be there, a row on its way.
+
+    The embedding and head that start-up checks read are gone before the ring comes.
+    """
+    size, num_tokens = measure_target(config.target), config.data.row_tokens
+    row = size.row_bytes(num_tokens)
     ring = 0 if config.ring.transport == "host" else config.ring.num_slots * row
-    return size.weight_bytes + ring + 2 * row + RUNTIME_BYTES
+    rows = ring + 2 * row + size.layer_bytes(num_tokens)
+    return size.weight_bytes + max(size.table_bytes, rows) + RUNTIME_BYTES
 
 
 def gpu_bytes(config: EstimateConfig) -> dict[ServiceKind, int]:
