@@ -3,19 +3,22 @@
     status, once a second --> [thinned .. the whole run ..][.. every one of the last minutes]
 
 Of the whole run every sample is kept at first; when there is no more room, every second one goes,
-and from then on half as many are taken. So a run of days still shows from its start.
+and from then on half as many are taken. So a run of days still shows from its start. Each kind of
+event has room of its own: what comes often, such as checkpoints, takes none from what comes seldom.
 """
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
+from itertools import chain
 
 from services.control_plane.changes import Event, EventKind, find_changes, make_event
 from services.control_plane.status import GroupStatus, Model, RingStatus, Status
 
 RECENT_SAMPLES = 300
 THINNED_SAMPLES = 500
-KEPT_EVENTS = 500
+KEPT_EVENTS = 200
+"""Of each kind, the last ones."""
 
 
 class GroupSample(Model):
@@ -59,7 +62,7 @@ class Recorder:
         self._thinned: list[Sample] = []
         self._stride = 1
         self._num_taken = 0
-        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._events: dict[EventKind, deque[Event]] = defaultdict(lambda: deque(maxlen=KEPT_EVENTS))
         self._before: Status | None = None
 
     def take(self, status: Status) -> None:
@@ -67,7 +70,8 @@ class Recorder:
         sample = make_sample(status)
         with self._lock:
             if self._before is not None:
-                self._events.extend(find_changes(self._before, status))
+                for event in find_changes(self._before, status):
+                    self._events[event.kind].append(event)
             self._before = status
             self._recent.append(sample)
             if self._num_taken % self._stride == 0:
@@ -80,14 +84,14 @@ class Recorder:
     def note(self, kind: EventKind, instance: str, text: str) -> None:
         """Add an event that no status shows."""
         with self._lock:
-            self._events.append(make_event(time.time(), kind, instance, text))
+            self._events[kind].append(make_event(time.time(), kind, instance, text))
 
     def since(self, after: float) -> History:
         """Return what has a later time than `after`, in seconds since 1970; 0 for everything."""
         with self._lock:
             start = self._recent[0].time if self._recent else 0.0
             # A command may be noted between a status and what came of it.
-            events = sorted(self._events, key=lambda event: event.time)
+            events = sorted(chain(*self._events.values()), key=lambda event: event.time)
             samples = [*(sample for sample in self._thinned if sample.time < start), *self._recent]
         return History(
             samples=tuple(sample for sample in samples if sample.time > after),

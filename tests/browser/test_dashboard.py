@@ -402,3 +402,17 @@ def test_a_silent_service_is_named(page: Page, directory: Path) -> None:
         page.wait(lambda: "watchdog" in page.texts("#events td"), "the event is there")
         assert page.table("workers")[0]["state"] == "running, silent"
         assert page.violations() == []
+
+
+def test_many_checkpoints_push_no_event_of_another_kind_out(
+    page: Page, served: Served, line: Line
+) -> None:
+    for index in range(110):
+        report = worker_report(group=f"group-{index}")
+        line.ask(beat("drafter_worker", 10 + index, instance=f"main-{index}", report=report))
+    page.open(url_of(served))
+    page.wait(lambda: "checkpoint" in page.texts("#events td"), "the checkpoints are told")
+    page.wait(lambda: "last 50 of each kind" in page.text("#events"), "it says that there are more")
+    texts = page.texts("#events td")
+    assert texts.count("control") == 1
+    assert texts.count("checkpoint") == texts.count("join") == 50

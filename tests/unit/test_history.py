@@ -98,6 +98,17 @@ def test_events_are_bounded_in_number_and_length() -> None:
     assert len(make_event(0.0, "error", "w", "x" * 9999).text) == MAX_TEXT
 
 
+def test_many_checkpoints_push_no_event_of_another_kind_out() -> None:
+    recorder = Recorder()
+    recorder.note("watchdog", "main-0", "killed")
+    recorder.note("join", "main-0", "its successor")
+    for number in range(2 * KEPT_EVENTS):
+        recorder.note("checkpoint", "main", f"step {number}")
+    events = recorder.since(0.0).events
+    assert [event.text for event in events[:2]] == ["killed", "its successor"]
+    assert len(events) == KEPT_EVENTS + 2
+
+
 def test_a_sample_has_the_figures_of_the_status() -> None:
     scene = Scene()
     scene.hear(

@@ -2,7 +2,7 @@
 // A control plane that was started anew knows less than the page, which keeps what it has.
 
 const MAX_SAMPLES = 2000;
-const MAX_EVENTS = 1000;
+const MAX_EVENTS = 200;  // of each kind, so that checkpoints push no failure out
 const LEAST_MILLISECONDS = 1000;
 
 export class History {
@@ -45,11 +45,20 @@ export class History {
     const known = new Set(this.events.map(keyOf));
     this.events.push(...events.filter(event => !known.has(keyOf(event))));
     this.events.sort((one, other) => one.time - other.time);
-    this.events = this.events.slice(-MAX_EVENTS);
+    this.events = lastOfEachKind(this.events, MAX_EVENTS);
   }
 }
 
 const keyOf = event => JSON.stringify([event.time, event.kind, event.instance, event.text]);
+
+export function lastOfEachKind(events, most) {
+  const left = new Map();
+  const isLate = ({kind}) => {
+    left.set(kind, (left.get(kind) ?? most) - 1);
+    return left.get(kind) >= 0;
+  };
+  return [...events].reverse().filter(isLate).reverse();
+}
 
 function thinOlder(samples) {
   const half = samples.length >> 1;

@@ -1,11 +1,12 @@
 // The tables of the page: which columns they have, and which rows of /status and /history.
 
 import {at, element} from "./dom.js";
+import {lastOfEachKind} from "./history.js";
 import {Table} from "./table.js";
 import {counts, mebibytes, modelName, moment, number, share} from "./text.js";
 
 const LIVE = new Set(["ok", "stalled"]);
-const SHOWN_EVENTS = 200;
+const SHOWN_EVENTS = 50;  // of each kind
 const TONES = {ok: "badge good", silent: "badge bad", failed: "badge bad", stalled: "badge warn"};
 
 export const isLive = view => LIVE.has(view.condition);
@@ -204,7 +205,7 @@ export class Tables {
   }
 
   drawEvents(events) {
-    const shown = events.slice(-SHOWN_EVENTS).reverse();
-    this.events.draw(shown, shown.length < events.length ? `the last ${SHOWN_EVENTS}` : "");
+    const shown = lastOfEachKind(events, SHOWN_EVENTS).reverse();
+    this.events.draw(shown, shown.length < events.length ? `the last ${SHOWN_EVENTS} of each kind` : "");
   }
 }
