@@ -1,4 +1,4 @@
-"""What the doctor sees of the container that it is in, and the key of a compose file that mends it."""
+"""What the doctor sees of the container that it is in, and what mends a finding there and elsewhere."""
 
 import os
 import resource
@@ -13,6 +13,11 @@ from services.target_server.finding import DoctorConfig, Finding
 
 _MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _SHARE = "`ipc: service:namespaces` and `pid: service:namespaces` in each service of the run"
+
+_LOOK_INSIDE = (
+    "start workers, and the doctor, where the target server runs (`docker compose exec target-server "
+    "ringdraft doctor`), not beside its container"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,20 @@ class Facts:
 def is_container() -> bool:
     """Whether this process is in one, by the marks that engines leave."""
     return any(mark.exists() for mark in _MARKS)
+
+
+def fix_here(anywhere: str = "", *, bare: str = "", compose: str = "") -> str:
+    """Return the fix for where this process is: keys of compose files are for containers alone.
+
+    Args:
+        anywhere: what helps on every machine.
+        bare: what helps besides where this is no container.
+        compose: the key that helps besides where it is one.
+    """
+    here = bare
+    if is_container():
+        here = f"compose: {compose}" if compose else ""
+    return "; or ".join(part for part in (anywhere, here) if part)
 
 
 def read_facts() -> Facts:
@@ -92,14 +111,14 @@ def check_namespaces(config: DoctorConfig, name: str) -> Finding:
             name, "failed",
             f"{', '.join(strangers)}: a target server is at work, its process is not in sight: it is in "
             f"another PID namespace, where CUDA IPC does not work",
-            f"compose: {_SHARE}",
+            fix_here(bare=_LOOK_INSIDE, compose=_SHARE),
         )  # fmt: skip
     rings = [path for path in locks if path.with_suffix(".sock").exists()]
     if hidden := [path.stem for path in rings if not _segments(path.with_suffix(".sock"))]:
         return Finding(
             name, "failed",
             f"{', '.join(hidden)}: a target server answers, its memory is not in this /dev/shm",
-            f"compose: {_SHARE}",
+            fix_here(bare=_LOOK_INSIDE, compose=_SHARE),
         )  # fmt: skip
     return Finding(
         name, "ok", f"{', '.join(path.stem for path in locks)}: in sight, with its memory"

@@ -29,7 +29,7 @@ from common.placement.nvml import read_gpus
 from common.placement.policy import PlacementPolicy
 from common.placement.visible import visible_gpus
 from common.telemetry import logs
-from services.target_server.containers import check_container, check_namespaces
+from services.target_server.containers import check_container, check_namespaces, fix_here
 from services.target_server.data_config import DataTable
 from services.target_server.estimate import EstimateConfig, gpu_bytes
 from services.target_server.finding import DoctorConfig, Finding, State
@@ -38,32 +38,35 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim
 _DOCKER_BYTES = 64 << 20
 _MIB = 1 << 20
 _GPU_KEY = (
-    "compose: compose.gpu.yaml, whose `deploy.resources.reservations.devices` asks the engine for GPUs by "
+    "compose.gpu.yaml, whose `deploy.resources.reservations.devices` asks the engine for GPUs by "
     "the NVIDIA container toolkit"
 )
+_DRIVER = "install the NVIDIA driver, until `nvidia-smi -L` lists the GPUs"
+_ON_CPU = "run on the CPU with run.device = 'cpu'"
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
     """Yield what every check finds; one that raises has failed."""
-    checks: tuple[tuple[str, Callable[[DoctorConfig, str], Finding]], ...] = (
-        ("packages", check_packages),
-        ("driver", check_driver),
-        ("GPU", check_gpu),
-        ("places", check_places),
-        ("peer access", check_peers),
-        ("transport", check_transport),
-        ("/dev/shm", check_shared_memory),
-        ("ring", check_ring),
-        ("namespaces", check_namespaces),
-        ("container", check_container),
-        ("run directory", check_directory),
-        ("port", check_port),
-    )
-    for name, check in checks:
+    directory = f"let this user read {config.run.directory}, or choose another run.directory"
+    checks: tuple[tuple[str, Callable[[DoctorConfig, str], Finding], str], ...] = (
+        ("packages", check_packages, "install the package again"),
+        ("driver", check_driver, _gpu_fix()),
+        ("GPU", check_gpu, _gpu_fix()),
+        ("places", check_places, "mend [target] and [data]: `ringdraft estimate` reads the same of them"),
+        ("peer access", check_peers, "set ring.transport = 'host'"),
+        ("transport", check_transport, "set ring.transport to 'auto' or 'host'"),
+        ("/dev/shm", check_shared_memory, "mount a tmpfs at /dev/shm"),
+        ("ring", check_ring, _shm_fix("lower ring.num_slots or data.row_tokens")),
+        ("namespaces", check_namespaces, directory),
+        ("container", check_container, "mount /proc and /tmp"),
+        ("run directory", check_directory, directory),
+        ("port", check_port, "set control_plane.host to an address of this machine"),
+    )  # fmt: skip
+    for name, check, fix in checks:
         try:
             yield check(config, name)
         except (RingdraftError, OSError) as error:
-            yield Finding(name, "failed", str(error))
+            yield Finding(name, "failed", str(error), fix)
 
 
 def check_packages(_: DoctorConfig, name: str) -> Finding:
@@ -96,7 +99,7 @@ def check_driver(config: DoctorConfig, name: str) -> Finding:
         gpus = read_gpus()
     except ConfigError as error:
         if config.run.device == "cuda":
-            return Finding(name, "failed", str(error), _GPU_KEY)
+            return Finding(name, "failed", str(error), _gpu_fix())
         return Finding(name, "ok", f"run.device is {config.run.device!r}, which needs none")
     text = "; ".join(f"{gpu.index}: {gpu.name} {gpu.uuid}" for gpu in gpus) or "no GPU"
     if any(gpu.is_in_parts for gpu in gpus):
@@ -111,7 +114,10 @@ def check_places(config: DoctorConfig, name: str) -> Finding:
         return Finding(
             name, "skipped", "needs run.device = 'cuda' and a config with [target] and [data]"
         )
-    gpus = visible_gpus(read_gpus(), read_visible_gpus())
+    try:
+        gpus = visible_gpus(read_gpus(), read_visible_gpus())
+    except ConfigError as error:
+        return Finding(name, "failed", str(error), _gpu_fix())
     policy, found = PlacementPolicy(config.placement), []
     needs = EstimateConfig(
         run=config.run,
@@ -124,7 +130,7 @@ def check_places(config: DoctorConfig, name: str) -> Finding:
         answer = policy.choose(service, GpuClaim(gpus=gpus, num_bytes=num_bytes), [])
         if isinstance(answer, GpuRefusal):
             state: State = "warning" if service == "evaluator" else "failed"
-            return Finding(name, state, answer.reason, f"see [placement]; {_GPU_KEY}")
+            return Finding(name, state, answer.reason, _place_fix(sees_none=not gpus))
         found.append(f"{service} {answer.gpu_uuid} (about {num_bytes // _MIB} MiB)")
     return Finding(name, "ok", f"alone each would take: {', '.join(found)}")
 
@@ -142,12 +148,18 @@ def check_gpu(config: DoctorConfig, name: str) -> Finding:
             name,
             "failed",
             f"torch {torch.__version__} is built without CUDA",
-            "install a CUDA build of torch (compose: compose.gpu.yaml, whose TORCH_INDEX is one)",
+            fix_here(
+                f"install a CUDA build of torch; or {_ON_CPU}",
+                compose="compose.gpu.yaml, whose TORCH_INDEX is one",
+            ),
         )
     shown = read_visible_gpus()
     return Finding(
         name, "failed", f"torch {torch.__version__} finds no GPU; CUDA_VISIBLE_DEVICES is {shown!r}",
-        f"unset it, or install a driver for CUDA {torch.version.cuda}; {_GPU_KEY}",
+        fix_here(
+            f"{'' if shown is None else 'unset it, or '}install a driver for CUDA {torch.version.cuda}",
+            compose=_GPU_KEY,
+        ),
     )  # fmt: skip
 
 
@@ -190,7 +202,7 @@ def check_shared_memory(_: DoctorConfig, name: str) -> Finding:
             name,
             "warning",
             f"{text}: what Docker gives where nothing is said",
-            "compose: `shm_size` of the service that owns the IPC namespace, here SHM_SIZE",
+            _shm_fix(),
         )
     return Finding(name, "ok", text)
 
@@ -224,8 +236,10 @@ def check_directory(config: DoctorConfig, name: str) -> Finding:
             name,
             "failed",
             f"{above}: {error.strerror}",
-            "make it writable for this user, or choose another run.directory (compose: `volumes`, with "
-            "a volume at RINGDRAFT_RUN__DIRECTORY)",
+            fix_here(
+                "make it writable for this user, or choose another run.directory",
+                compose="`volumes`, with a volume at RINGDRAFT_RUN__DIRECTORY",
+            ),
         )
     return Finding(name, "ok", f"{directory} can be written")
 
@@ -243,10 +257,37 @@ def check_port(config: DoctorConfig, name: str) -> Finding:
             name,
             "warning",
             f"{table.host}:{table.port}: {error.strerror}",
-            "another port is taken by `up`; set control_plane.port where it matters (compose: "
-            "`network_mode: service:namespaces`, or CONTROL_PORT for the host's)",
+            fix_here(
+                "another port is taken by `up`; set control_plane.port where it matters",
+                compose="`network_mode: service:namespaces`, or CONTROL_PORT for the host's",
+            ),
         )
     return Finding(name, "ok", f"{table.host}:{table.port} is free")
+
+
+def _gpu_fix() -> str:
+    if _version("nvidia-ml-py") is None:
+        return f"pip install 'ringdraft[gpu]'; or {_ON_CPU}"
+    return fix_here(_ON_CPU, bare=_DRIVER, compose=_GPU_KEY)
+
+
+def _place_fix(*, sees_none: bool) -> str:
+    if sees_none:
+        return fix_here(
+            "unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L` in it", compose=_GPU_KEY
+        )
+    return fix_here(
+        "make one of the changes that it names; `ringdraft estimate` shows what takes the memory",
+        compose=_GPU_KEY,
+    )
+
+
+def _shm_fix(anywhere: str = "") -> str:
+    return fix_here(
+        anywhere,
+        bare="as root: `mount -o remount,size=<bytes> /dev/shm`, with what `ringdraft estimate` says",
+        compose="`shm_size` of the service that owns the IPC namespace, here SHM_SIZE",
+    )
 
 
 def _slot_bytes(config: DoctorConfig, target: TargetTable, data: DataTable) -> int:

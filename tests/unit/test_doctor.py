@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from common.config.loading import load
+from common.errors import ConfigError
 from common.lifecycle import FileLock, claim_lowest
+from common.placement.nvml import read_gpus
 from common.ring.owner import segment_name
 from common.ring.segment import SEGMENT_DIRECTORY, HostSegment
 from services.target_server.containers import Facts, judge
@@ -23,6 +26,18 @@ from tests.seekers import GIB, machine
 
 def found(config: Path, *settings: str) -> dict[str, Finding]:
     return {each.check: each for each in examine(load(DoctorConfig, [config], list(settings)))}
+
+
+@pytest.fixture(params=["bare", "container"])
+def is_contained(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether the mark of a container engine is there."""
+    mark = tmp_path / "mark"
+    if request.param == "container":
+        mark.touch()
+    monkeypatch.setattr("services.target_server.containers._MARKS", (mark,))
+    return mark.exists()
 
 
 @pytest.fixture
@@ -66,9 +81,10 @@ def test_memory_of_a_dead_target_server_is_counted_and_left_alone(
 
 
 def test_a_ring_out_of_sight_means_that_namespaces_are_not_shared(
-    tmp_path: Path, config: Path
+    tmp_path: Path, config: Path, is_contained: bool
 ) -> None:
     run = tmp_path / "run"
+    key = "`{}: service:namespaces`" if is_contained else "where the target server runs"
     run.mkdir()
     setting = f"run.directory={run}"
     assert found(config, setting)["namespaces"].state == "skipped"
@@ -79,7 +95,7 @@ def test_a_ring_out_of_sight_means_that_namespaces_are_not_shared(
         endpoint.touch()
         finding = found(config, setting)["namespaces"]
         assert finding.state == "failed"
-        assert "`ipc: service:namespaces`" in finding.fix
+        assert key.format("ipc") in finding.fix
         segment = HostSegment.create(segment_name("test-doctor", endpoint, 1), 1, 4096)
         try:
             assert found(config, setting)["namespaces"].state == "ok"
@@ -88,7 +104,7 @@ def test_a_ring_out_of_sight_means_that_namespaces_are_not_shared(
             (run / "target-0.lock").write_text(holder)
             finding = found(config, setting)["namespaces"]
             assert finding.state == "failed"
-            assert "`pid: service:namespaces`" in finding.fix
+            assert key.format("pid") in finding.fix
         finally:
             segment.close()
 
@@ -113,6 +129,38 @@ def test_a_run_on_a_gpu_without_one_fails_with_the_way_out(tmp_path: Path, confi
     assert findings["driver"].state == findings["GPU"].state == "failed"
     assert findings["driver"].fix
     assert findings["GPU"].fix
+
+
+def test_every_failed_check_names_a_fix_for_where_one_is(
+    tmp_path: Path, config: Path, is_contained: bool
+) -> None:
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        findings = found(
+            config, "run.device=cuda", f"control_plane.port={taken.getsockname()[1]}",
+            "ring.num_slots=4096", "data.row_tokens=131072", "ring.transport=cuda_ipc",
+            f"run.directory={tmp_path}/file/run",
+        )  # fmt: skip
+    wrong = [each for each in findings.values() if each.state in ("warning", "failed")]
+    assert {"ring", "run directory", "port"} <= {each.check for each in wrong}
+    assert [each.check for each in wrong if not each.fix] == []
+    named = [each.check for each in wrong if "compose" in each.fix]
+    assert named if is_contained else not named
+
+
+def test_a_machine_without_a_driver_says_at_places_what_to_do(
+    config: Path, is_contained: bool
+) -> None:
+    try:
+        read_gpus()
+    except ConfigError:
+        fix = found(config, "run.device=cuda")["places"].fix
+        assert "run.device = 'cpu'" in fix
+        is_listed = "nvidia-ml-py" in {each.name for each in metadata.distributions()}
+        key = "compose.gpu.yaml" if is_contained else "NVIDIA driver"
+        assert (key if is_listed else "pip install 'ringdraft[gpu]'") in fix
+    else:
+        pytest.skip("this machine has a driver")
 
 
 def test_the_command_prints_one_json_line_and_its_exit_code_says_whether_all_is_well(
@@ -197,3 +245,4 @@ def test_gpus_are_listed_and_places_named_by_kind(tmp_path: Path, config: Path) 
     kept = examined(100 * GIB, "placement.reserved_for_targets=[0,1]")["places"]
     assert "take it out of placement.reserved_for_targets" in kept["text"]
     assert "placement.check_memory" in short["text"]
+    assert "ringdraft estimate" in short["fix"]
