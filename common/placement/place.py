@@ -17,16 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.environment import read_visible_gpus, show_only_gpu
+from common.config.environment import show_only_gpu
 from common.config.shared import PlacementTable
 from common.contracts.control_messages import Phase
 from common.contracts.placement_messages import Gpu, GpuClaim, GpuGrant, GpuRefusal
-from common.errors import ConfigError, PlacementError
+from common.errors import PlacementError
 from common.lifecycle import FileLock
-from common.placement.nvml import read_gpus
 from common.placement.policy import PlacementPolicy
 from common.placement.seats import Seats
-from common.placement.visible import visible_gpus
+from common.placement.sight import gpus_in_sight
 from common.telemetry.control_link import ControlLink
 
 # How long the control plane may leave a claim unanswered: it may be starting beside this process.
@@ -67,7 +66,7 @@ class PlaceSeeker:
             ConfigError: the process sees no GPU.
             PlacementError: none had room for `placement.wait_seconds`.
         """
-        claim = GpuClaim(gpus=self._read_visible(), num_bytes=num_bytes)
+        claim = GpuClaim(gpus=gpus_in_sight(), num_bytes=num_bytes)
         limit = math.inf if self.waits_for_ever else self.table.wait_seconds
         deadline = time.monotonic() + limit
         while not self.stop.is_set():
@@ -89,20 +88,8 @@ class PlaceSeeker:
             # Waiting is overdue at some time; for one that may wait for the whole run it never is.
             self.enter("paused" if self.waits_for_ever else "waiting", found.reason)
             self.stop.wait(_AGAIN_SECONDS)
-            claim = GpuClaim(gpus=self._read_visible(), num_bytes=num_bytes)
+            claim = GpuClaim(gpus=gpus_in_sight(), num_bytes=num_bytes)
         return None
-
-    def _read_visible(self) -> tuple[Gpu, ...]:
-        variable = read_visible_gpus()
-        everything = read_gpus()
-        gpus = visible_gpus(everything, variable)
-        if not gpus:
-            there = ", ".join(gpu.uuid for gpu in everything) or "none"
-            raise ConfigError(
-                f"run.device = 'cuda': this process sees no GPU: CUDA_VISIBLE_DEVICES is {variable!r}, "
-                f"the machine has {there}; unset it, or name one of these"
-            )
-        return gpus
 
     def _try(self, claim: GpuClaim) -> GpuPlace | GpuGrant | GpuRefusal:
         """Ask, or choose where nobody answers, and lock; a grant says whose lock was taken."""

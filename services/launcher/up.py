@@ -19,6 +19,7 @@ from typing import Any
 
 from common.config.loading import load
 from common.lifecycle import EXIT_CLEAN, EXIT_CONFIG, EXIT_FAILED, FileLock, write_atomically
+from common.placement.sight import require_gpu
 from common.run_record import explain, record_start
 from services.launcher.config import LauncherConfig
 from services.launcher.dry_run import check
@@ -68,6 +69,8 @@ def up(
     """
     started_at = time.monotonic()
     launch = prepare(files, settings)
+    if launch.config.run.device == "cuda":
+        require_gpu()  # each service would say it, when it has loaded what it needs
     resolved = _check(launch)
     directory = launch.directory
     with FileLock(directory / LOCK_NAME, f"launcher of run {launch.config.run.name!r}").acquire(

@@ -2,12 +2,16 @@
 
 import json
 import socket
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from common.lifecycle import FileLock
 from tests.runs import make_run, run_to_end, segments_of, train
+from tests.seekers import machine
 
 UP = ("services.launcher.cli", "up")
 TARGET = ("services.target_server",)
@@ -45,6 +49,31 @@ def test_a_setting_that_cannot_be_run_is_named(
         assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert not segments_of(tmp_path)
+
+
+def test_a_run_on_gpus_that_are_not_there_ends_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = make_run(tmp_path, num_conversations=4)
+    done = run_to_end(*UP, "--config", config, "--set", "run.device=cuda")
+    assert done.returncode == 2, done.stderr
+    assert "run.device = 'cuda'" in done.stderr
+    assert "run.device = 'cpu'" in done.stderr or "unset it" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_torch_that_knows_no_gpu_is_named_before_anything_starts(tmp_path: Path) -> None:
+    if not metadata.version("torch").endswith("+cpu"):
+        pytest.skip("this torch is built with CUDA")
+    config = make_run(tmp_path, num_conversations=4)
+    done = subprocess.run(
+        [sys.executable, "-m", *UP, "--config", config, "--set", "run.device=cuda"],
+        env=machine(tmp_path, 1), capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "is built without CUDA" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
