@@ -40,6 +40,8 @@ class RunStatus(Model):
     name: str
     directory: str
     state: RunState
+    """`starting` until rows are trained on, and again while workers wait for a target that starts;
+    `not_ready_reason` says what is waited for."""
     command: str
     """The last command for the whole run, or empty."""
     uptime_seconds: float

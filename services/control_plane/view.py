@@ -96,7 +96,7 @@ def _is_live(view: InstanceView) -> bool:
 def _why_not_ready(targets: list[InstanceView], workers: list[InstanceView]) -> str:
     if not any(_is_live(view) and _ring_of(view) is not None for view in targets):
         return f"no target server with a ring: {_describe(targets)}"
-    if not any(_is_live(view) and view.heartbeat.phase in _TRAINING_PHASES for view in workers):
+    if not any(_is_live(view) and _trains(view, has_ring=True) for view in workers):
         return f"no drafter worker runs: {_describe(workers)}"
     return ""
 
@@ -126,7 +126,22 @@ def _run_state(
         return "paused"
     if phases and all(phase == "draining" for phase in phases):
         return "draining"
-    return "running" if any(phase in _TRAINING_PHASES for phase in phases) else "starting"
+    # One that is silent may only be late: its successor, which has none yet, takes its place.
+    has_ring = any(_ring_of(view) is not None for view in targets if not _is_gone(view))
+    trains = any(_trains(view, has_ring=has_ring) for view in workers if _is_live(view))
+    return "running" if trains else "starting"
+
+
+def _trains(view: InstanceView, *, has_ring: bool) -> bool:
+    """Whether a worker has rows to train on, or will have: not while it waits for a GPU or for a target
+    that is starting, such as one that writes the held-out answers."""
+    if view.heartbeat.phase == "waiting":
+        return has_ring and _worker_report(view) is not None
+    return view.heartbeat.phase in _TRAINING_PHASES
+
+
+def _is_gone(view: InstanceView) -> bool:
+    return view.condition in ("ended", "failed")
 
 
 def _has_failed(views: list[InstanceView]) -> bool:

@@ -407,28 +407,6 @@ def test_a_loss_that_is_not_a_number_becomes_null_in_json(registry: Registry) ->
     assert Status.model_validate_json(text).workers[0].report.loss is None
 
 
-@pytest.mark.parametrize(
-    ("phases", "state"),
-    [
-        (("compiling",), "starting"),
-        (("running", "compiling"), "running"),
-        (("paused", "paused"), "paused"),
-        (("done", "running"), "running"),
-        (("done", "done"), "done"),
-        (("failed",), "failed"),
-        (("failed", "running"), "running"),  # its row and the errors tell of the other
-        (("failed", "done"), "done"),
-        (("failed", "failed"), "failed"),
-    ],
-)
-def test_the_state_of_a_run_sums_up_its_workers(registry, phases, state) -> None:
-    for session, phase in enumerate(phases):
-        registry.take_heartbeat(
-            beat("drafter_worker", session, instance=f"w{session}", phase=phase)
-        )
-    assert status_of(registry).run.state == state
-
-
 def test_groups_are_compared_by_both_figures_of_acceptance(registry: Registry) -> None:
     figures = worker_report().held_out
     for number, (group, length) in enumerate([("a", 1.5), ("a", 2.5), ("b", 3.0), ("c", 0.0)]):
