@@ -260,6 +260,14 @@ class HeldOutTable(Table):
     """Optimizer steps between two measures; there is one at step 0, and one at the end."""
 
 
+def _host_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?", name):
+        raise ValueError(
+            f"got {name!r}, expected a host's name without scheme, port or '*', such as 'train.lan'"
+        )
+    return name
+
+
 class ControlPlaneTable(Table):
     """[control_plane]: HTTP address and heartbeats."""
 
@@ -267,6 +275,9 @@ class ControlPlaneTable(Table):
     """Address to bind."""
     port: int = Field(default=8765, ge=0, le=65535)
     """HTTP port; where it is not set and taken, any other, as with 0: `<run_dir>/control.json` names it."""
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_host_name)], ...] = ()
+    """Names under which HTTP clients may ask for it, beside `host`, this machine's, loopback's and any
+    number: of a proxy, or of a container as others call it. Under other names a web page could read it."""
     heartbeat_seconds: float = Field(default=0.5, gt=0)
     """Interval of the services' heartbeats to the control plane."""
 

@@ -1,6 +1,6 @@
 """The control plane's HTTP routes.
 
-Reading is open: the server binds loopback unless a token exists. Changing a run takes
+Reading is open to whoever reaches the port by a name of this control plane (`hosts`). Changing a run takes
 `Authorization: Bearer <token>`, with the token that `<run_dir>/control.token` holds.
 `/openapi.json` documents every route, with an answer for each of its status codes.
 """
@@ -32,6 +32,7 @@ from services.control_plane.examples import (
     example_status,
 )
 from services.control_plane.history import History, Recorder
+from services.control_plane.hosts import KnownHosts
 from services.control_plane.page import DIRECTORY, HEADERS, PageFiles
 from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
@@ -48,7 +49,8 @@ from services.control_plane.status import SCHEMA_VERSION, Health, Readiness, Sta
 EVENT_INTERVAL_SECONDS = 0.5
 
 _ABOUT = """State and control of one training run. Reading is open on loopback; a POST needs
-`Authorization: Bearer <token>` with the token in `<run_dir>/control.token`. `schema_version` of
+`Authorization: Bearer <token>` with the token in `<run_dir>/control.token`. A `Host` that is neither a
+number nor a name of this control plane is answered 400. `schema_version` of
 /status rises when a field goes away or changes its meaning; fields may be added without."""
 
 
@@ -78,6 +80,8 @@ class Sources:
     history: Recorder
     registry: Registry
     token: str
+    hosts: frozenset[str]
+    """Names that a request may give as its host."""
     stop: threading.Event
     """Ends the event streams, which would else keep the server from closing."""
 
@@ -89,6 +93,7 @@ def create_app(sources: Sources) -> FastAPI:
         title="ringdraft control plane", version=str(SCHEMA_VERSION), description=_ABOUT,
         docs_url=None, redoc_url=None,
     )  # fmt: skip
+    app.add_middleware(KnownHosts, names=sources.hosts)
     app.add_exception_handler(RequestValidationError, _explain_misfit)
     _add_health(app, sources)
     _add_views(app, sources)

@@ -29,6 +29,7 @@ from common.lifecycle import FileLock, write_atomically
 from services.control_plane.app import Sources, create_app
 from services.control_plane.config import ControlPlaneConfig
 from services.control_plane.history import Recorder
+from services.control_plane.hosts import names_of
 from services.control_plane.readings import Readings
 from services.control_plane.registry import Registry
 from services.control_plane.socket import ControlSocket
@@ -50,7 +51,7 @@ class ControlPlane:
         self._stop = stop
         self._history = Recorder()
         readings = Readings(self.read_status)
-        sources = Sources(readings, self._history, parts.registry, parts.token, stop)
+        sources = Sources(readings, self._history, parts.registry, parts.token, parts.hosts, stop)
         self._http = HttpServer(uvicorn.Config(
             create_app(sources), log_config=None, log_level="warning", access_log=False, ws="none", lifespan="off",
             timeout_graceful_shutdown=1,
@@ -90,6 +91,7 @@ class Parts:
     lock: FileLock
     token: str
     listener: socket.socket
+    hosts: frozenset[str]
     registry: Registry
     line: ControlSocket
 
@@ -146,7 +148,8 @@ def build(config: ControlPlaneConfig, stop: threading.Event) -> ControlPlane:
     registry.add_evaluations(read_evaluations(directory / "evaluations"))
     # The lock above says that nobody answers here, so what lies there is a dead one's.
     line = ControlSocket(directory / "control.sock", registry)
-    return ControlPlane(Parts(run, directory, lock, token, listener, registry, line), stop)
+    hosts = names_of(config.control_plane)
+    return ControlPlane(Parts(run, directory, lock, token, listener, hosts, registry, line), stop)
 
 
 def read_or_make_token(path: Path) -> str:
