@@ -37,8 +37,15 @@ def _judge(view: InstanceView, peers: list[str]) -> OverdueStatus | None:
     return OverdueStatus(
         service=beat.service, instance=beat.instance, pid=beat.pid, host=beat.host,
         condition=view.condition, phase=beat.phase, age_seconds=age,
-        last_step=_last_step(view)[1], waiting=tuple(peers), text=text,
+        last_step=_last_step(view)[1], has_begun=_has_begun(view), waiting=tuple(peers), text=text,
     )  # fmt: skip
+
+
+def _has_begun(view: InstanceView) -> bool:
+    report = view.heartbeat.report
+    if isinstance(report, WorkerReport):  # its progress goes on from the one that it resumes
+        return report.seconds_to_first_step is not None
+    return view.heartbeat.progress > 0
 
 
 def _waits(view: InstanceView) -> bool:

@@ -183,6 +183,8 @@ class OverdueStatus(Model):
     """Since its last heartbeat where it is silent, since its last progress where it is stalled."""
     last_step: int
     """Of a worker its last optimizer step, of a target its rows, of an evaluator its passes."""
+    has_begun: bool
+    """Its first step or row is made: it has loaded and compiled what it needs."""
     waiting: tuple[str, ...]
     """Live peers that have nothing to do meanwhile."""
     text: str

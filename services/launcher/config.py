@@ -25,7 +25,11 @@ class LauncherTable(Table):
     """Pause before a restart; doubles with each of a service."""
     stuck_seconds: float = Field(default=0.0, ge=0)
     """How long a service may be silent or stalled, as /status says, before it writes its stacks into its
-    log, is killed, and counts as one that failed; 0: for ever."""
+    log, is killed, and counts as one that failed; 0: for ever. One that has made no step or row yet is
+    given `start_seconds`."""
+    start_seconds: float = Field(default=1200.0, gt=0)
+    """How long a service that loads or compiles, and has made no step or row yet, may be silent or stalled
+    before `stuck_seconds` would end it; no less than that."""
     evaluate: bool = True
     """Whether the first and last checkpoints are evaluated when training has ended."""
     follow: bool = False

@@ -21,7 +21,7 @@ from common.config.loading import load
 from common.lifecycle import EXIT_CLEAN, EXIT_CONFIG, EXIT_FAILED, FileLock, write_atomically
 from common.placement.sight import require_gpu
 from common.run_record import explain, record_start
-from services.launcher.config import LauncherConfig
+from services.launcher.config import LauncherConfig, LauncherTable
 from services.launcher.dry_run import check
 from services.launcher.process import Role, ServiceSpec
 from services.launcher.progress import ProgressView, StatusFeed
@@ -182,7 +182,7 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
         def tick() -> None:
             take_request(launch.directory, scale)
             for entry in feed.overdue():
-                if 0 < table.stuck_seconds <= entry["age_seconds"]:
+                if is_stuck(entry, table):
                     supervisor.end_stuck(entry["pid"], entry["text"])
 
         with supervisor:
@@ -200,6 +200,14 @@ def _run(launch: Launch, stop: threading.Event) -> Outcome:
                 view.say("stopping: workers, then target, then control plane")
             lost = tuple(process.spec.name for process in supervisor.lost)
     return replace(outcome, lost=lost)
+
+
+def is_stuck(entry: dict[str, Any], table: LauncherTable) -> bool:
+    """Say whether an overdue service of /status is to be ended."""
+    limit = table.stuck_seconds
+    if not entry["has_begun"]:  # imports and compilers keep heartbeats from coming
+        limit = max(limit, table.start_seconds)
+    return table.stuck_seconds > 0 and entry["age_seconds"] >= limit
 
 
 def _evaluate(launch: Launch, supervisor: Supervisor, view: ProgressView) -> Outcome:
