@@ -21,6 +21,7 @@ from common.contracts.control_messages import (
     CommandName,
     EvaluationResult,
     EvaluatorReport,
+    Report,
     ServiceGoodbye,
     ServiceHeartbeat,
     ServiceKind,
@@ -31,6 +32,7 @@ from common.contracts.placement_messages import GpuGrant, GpuRefusal
 from common.placement.policy import PlacementPolicy
 from services.control_plane.health import Condition, is_silent, is_stalled
 from services.control_plane.leases import Lease, PlacesView, answer_claim, view_places
+from services.control_plane.trained import Trained, TrainedMarks
 from services.control_plane.windows import Window
 
 # What holds a GPU is heard of within the first; the second is for one that was lost.
@@ -66,6 +68,8 @@ class Instance:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_PACES))
     """Seconds a unit of work, of the last rises of progress."""
     errors: set[str] = field(default_factory=set)
+    inherited: WorkerReport | None = None
+    """The last one of the worker whose place it has taken."""
     granted: str = ""
     """UUID of the GPU that it was granted last."""
     commands: dict[CommandName, Command] = field(default_factory=dict)
@@ -85,6 +89,8 @@ class InstanceView:
     """Share of the last seconds that it spent blocked or starved; None while it does not run."""
     tokens_per_second: float | None
     """Over the same seconds."""
+    told: Report | None
+    """Its report, or until it has one that of the worker whose place it has taken."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class Snapshot:
     """The last command for the whole run, which also holds for sessions that come later."""
     uptime_seconds: float
     places: PlacesView
+    trained: dict[str, Trained]
+    """By group."""
 
 
 class Registry:
@@ -132,6 +140,7 @@ class Registry:
         self._refused: Counter[str] = Counter()
         self._run_command: Command | None = None
         self._last_number = 0
+        self._trained = TrainedMarks()
 
     def take_heartbeat(self, beat: ServiceHeartbeat) -> ServiceReply | None:
         """Note a heartbeat and return the reply, or None where it is refused."""
@@ -142,8 +151,9 @@ class Registry:
                 self._refused[refusal] += 1
                 return None
             # Each time, since a process that was killed is silent only after its successor came.
-            self._forget_predecessors(beat)
+            inherited = self._forget_predecessors(beat)
             instance = instance or self._register(beat)
+            instance.inherited = inherited or instance.inherited
             self._note(beat, instance)
             return ServiceReply(
                 session=beat.session, number=beat.number,
@@ -199,14 +209,16 @@ class Registry:
         """Return everything known at this moment."""
         with self._lock:
             now = self._clock()
+            views = tuple(self._view(instance, now) for instance in self._instances.values())
             return Snapshot(
-                instances=tuple(self._view(instance, now) for instance in self._instances.values()),
+                instances=views,
                 evaluations=tuple(self._evaluations.values()),
                 errors=tuple(ErrorView(name, text, now - at) for at, name, text in self._errors),
                 refused=dict(self._refused),
                 run_command=self._run_command,
                 uptime_seconds=now - self._started_at,
                 places=view_places(self._policy, self._leases().values()),
+                trained=self._trained.note((view.heartbeat.instance, view.told) for view in views),
             )
 
     def _next_command(self, name: CommandName) -> Command:
@@ -222,11 +234,16 @@ class Registry:
             and self._condition(instance) in ("ok", "stalled")
         ]  # fmt: skip
 
-    def _forget_predecessors(self, beat: ServiceHeartbeat) -> None:
+    def _forget_predecessors(self, beat: ServiceHeartbeat) -> WorkerReport | None:
+        """Return what the worker said last whose place is taken, if it is one."""
+        last = None
         for session, other in list(self._instances.items()):
             is_same = _name(other.heartbeat) == _name(beat) and session != beat.session
             if is_same and self._condition(other) in ("silent", "ended", "failed"):
                 del self._instances[session]
+                report = other.heartbeat.report
+                last = report if isinstance(report, WorkerReport) else other.inherited
+        return last
 
     def _register(self, beat: ServiceHeartbeat) -> Instance:
         now = self._clock()
@@ -299,6 +316,7 @@ class Registry:
             progress_age_seconds=now - instance.progressed_at,
             wait_share=instance.window.wait_share,
             tokens_per_second=instance.window.tokens_per_second,
+            told=instance.heartbeat.report or instance.inherited,
         )
 
     def _condition(self, instance: Instance) -> Condition:

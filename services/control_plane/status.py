@@ -134,9 +134,11 @@ class GroupStatus(Model):
     num_members: int
     """Of them, who came to the last meeting of the group's sync; 0 without one."""
     step: int
-    """Of the worker that is furthest."""
+    """Of the worker that is furthest; of one that starts in another's place, the other's until it reports."""
     trained_rows: int
+    """Never less than before: what a killed worker's successor trains again counts once."""
     trained_tokens: int
+    """The same of tokens."""
     tokens_per_second: float
     """Over the last seconds, of those that live; 0 while they are paused."""
     loss: float | None

@@ -40,6 +40,7 @@ from services.control_plane.status import (
     TransportStatus,
     WorkerInstance,
 )
+from services.control_plane.trained import Trained
 from services.control_plane.windows import RATED_PHASES
 
 _TRAINING_PHASES = ("running", "waiting", "measuring", "saving", "draining")
@@ -68,7 +69,7 @@ def build_status(snapshot: Snapshot, run: str, directory: str) -> Status:
         rings=rings,
         target=_target(targets),
         workers=tuple(_worker_instance(view) for view in workers),
-        groups=_groups(workers, rings, evaluations),
+        groups=_groups(workers, rings, evaluations, snapshot.trained),
         evaluators=tuple(InstanceStatus(**_common(view)) for view in evaluators),
         evaluations=evaluations,
         alarms=tuple(_alarm(result) for result in evaluations if result.has_regressed),
@@ -228,10 +229,11 @@ def _groups(
     workers: list[InstanceView],
     rings: Sequence[RingStatus],
     evaluations: Sequence[EvaluationStatus],
+    trained: Mapping[str, Trained],
 ) -> tuple[GroupStatus, ...]:
-    names = {report.group for view in workers if (report := _worker_report(view)) is not None}
-    names |= {account.group for ring in rings for account in ring.groups}
-    return tuple(_group(name, workers, rings, evaluations) for name in sorted(names))
+    return tuple(
+        _group(name, workers, rings, evaluations, trained[name]) for name in sorted(trained)
+    )
 
 
 def _group(
@@ -239,6 +241,7 @@ def _group(
     workers: list[InstanceView],
     rings: Sequence[RingStatus],
     evaluations: Sequence[EvaluationStatus],
+    trained: Trained,
 ) -> GroupStatus:
     pairs = [
         (view, report) for view in workers
@@ -248,7 +251,8 @@ def _group(
     live = [report for view, report in pairs if _is_live(view)]
     # What a silent worker said last is no figure of this moment; after the end it is all there is.
     current = live or reports
-    furthest = max(reports, key=lambda report: report.step, default=None)
+    told = [view.told for view in workers if isinstance(view.told, WorkerReport)]
+    furthest = max((r for r in told if r.group == name), key=lambda r: r.step, default=None)
     walked = [report for report in current if report.held_out]
     measured = [result for result in evaluations if result.group == name and result.is_headline]
     return GroupStatus(
@@ -256,8 +260,8 @@ def _group(
         num_live_workers=len(live),
         num_members=max((report.num_members for report in live), default=0),
         step=furthest.step if furthest else 0,
-        trained_rows=sum(report.trained_rows for report in reports),
-        trained_tokens=sum(report.trained_tokens for report in reports),
+        trained_rows=trained.rows,
+        trained_tokens=trained.tokens,
         tokens_per_second=sum(_rate(view, report) for view, report in pairs if _is_live(view)),
         loss=_mean(report.loss for report in current),
         accepted_prefix_length=_mean(report.accepted_prefix_length for report in current),

@@ -9,7 +9,7 @@ import pytest
 
 from services.launcher.progress import fetch_status
 from tests.rings import wait_until
-from tests.runs import make_run, segments_of, start
+from tests.runs import make_run, segments_of, start, watched
 
 CLI = "services.launcher.cli"
 
@@ -28,7 +28,8 @@ def test_a_worker_that_hangs_is_killed_started_again_and_trains_the_rest(tmp_pat
         wait_until(lambda: has_begun(run) or up.poll() is not None, "the worker trains", 100)
         assert has_begun(run), log.read_text()
         os.kill(pid_of("worker-0", log), signal.SIGSTOP)
-        assert up.wait(200) == 0, log.read_text()
+        with watched(run) as seen:
+            assert up.wait(200) == 0, log.read_text()
     finally:
         up.kill()
         up.wait()
@@ -39,6 +40,9 @@ def test_a_worker_that_hangs_is_killed_started_again_and_trains_the_rest(tmp_pat
     line = json.loads(said.splitlines()[-1])
     assert line["rows_trained"] == line["rows_published"] > 30
     assert not segments_of(tmp_path)
+    trained = [group["trained_rows"] for status in seen for group in status["groups"]]
+    assert trained == sorted(trained), "never less than before"
+    assert len(set(trained)) > 1
 
 
 def has_begun(run: Path) -> bool:
