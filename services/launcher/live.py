@@ -66,6 +66,9 @@ def show_status(given: Path | None) -> int:
     for table in (make(status) for make in tables):
         if table.row_count:
             console.print(table)
+    for group in status["groups"]:
+        if group["last_checkpoint"]:
+            console.print(f"last checkpoint of {group['group']}: {group['last_checkpoint']}")
     if (advice := status["bottleneck"]["advice"]) is not None:
         console.print(advice["text"])
     for entry in status["overdue"]:
@@ -79,10 +82,15 @@ def show_status(given: Path | None) -> int:
     return EXIT_CLEAN
 
 
+_TEXTS = {"instance", "detail", "group", "ring", "transport", "why", "slots", "deliveries", "UUID",
+          "groups without a worker", "name", "has", "arm"}  # fmt: skip
+"""Columns that are folded where the terminal is narrow; those of figures keep their width."""
+
+
 def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for head in heads:
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", no_wrap=head not in _TEXTS)
     return table
 
 
@@ -109,21 +117,20 @@ def _services(status: dict[str, Any]) -> Table:
 
 
 def _groups(status: dict[str, Any]) -> Table:
-    table = _table("groups", "group", "workers", "step", "rows", "skipped", "loss", "accepted prefix",
-                   "acceptance length", "best", "held out", "last checkpoint")  # fmt: skip
+    table = _table("groups", "group", "workers", "step", "rows", "skipped", "loss", "prefix",
+                   "accepted", "best", "held\nout")  # fmt: skip
     for group in status["groups"]:
         table.add_row(group["group"], str(group["num_live_workers"]), str(group["step"]),
                       str(group["trained_rows"]), number((group["account"] or {}).get("skipped"), 0),
                       number(group["loss"], 4), number(group["accepted_prefix_length"], 3),
                       number(group["acceptance_length"], 3),
                       number(group["best_acceptance_length"], 3),
-                      number(group["held_out_acceptance_length"], 3),
-                      group["last_checkpoint"])  # fmt: skip
+                      number(group["held_out_acceptance_length"], 3))  # fmt: skip
     return table
 
 
 def _rings(status: dict[str, Any]) -> Table:
-    table = _table("rings", "ring", "transport", "why", "slots", "deliveries", "oldest lease s",
+    table = _table("rings", "ring", "transport", "why", "slots", "deliveries", "lease s",
                    "groups without a worker")  # fmt: skip
     for ring in status["rings"]:
         table.add_row(ring["instance"], ring["transport"], ring["transport_reason"],
@@ -150,7 +157,7 @@ def _evaluations(status: dict[str, Any]) -> Table:
         "step",
         "arm",
         "temperature",
-        "acceptance length",
+        "accepted",
         "replay",
         "speed-up",
     )
