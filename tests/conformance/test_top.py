@@ -24,6 +24,16 @@ from tests.seekers import GIB, gpu
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()].|[=>])")
 HOME = "\x1b[H"
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+LONG = "a-name-that-has-all-the-forty-characters"
+FIGURES = (
+    ("group", "workers", "step", "loss", "prefix", "accepted", "best", "held", "rows", "skipped"),
+    ("target", "tok/s", "blocked", "captured"),
+    ("ring", "slots", "lease", "MiB"),
+    ("worker", "step", "loss", "tok/s", "starved", "ago", "held", "MiB", "recompiles", "first"),
+    ("evaluated", "step", "accepted", "speed-up", "replay", "temperature"),
+)
+"""Heads of each table's figures, behind the head of its names."""
 
 
 class Terminal:
@@ -205,7 +215,7 @@ def test_one_frame_ends_by_itself(served: Served, line: Line) -> None:
         assert lines[0].startswith("demo ")
         assert any(text.startswith("main-0") for text in lines)
         assert all(cell_len(text) <= width for text in lines)
-        assert any(text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in lines) == (width == 24)
+        assert any(text.endswith(ELLIPSIS) for text in lines) == (width == 24)
     served.close()
     code, lines = once(served.directory, 80)
     assert (code, lines) == (1, ["control plane not reachable, trying again"])
@@ -220,6 +230,31 @@ def test_it_shows_who_has_which_gpu(served: Served, line: Line) -> None:
     assert any(text.split() == ["GPU-0000", "-", "142336", "143360", "H200"] for text in lines)
     assert any(text.split()[:2] == ["GPU-0001", "main-0"] for text in lines)
     assert any("main-0" in text and "GPU-0001" in text for text in lines if "running" in text)
+
+
+@pytest.mark.parametrize("group", ["main", LONG])
+def test_80_columns_have_every_figure_whatever_the_names(
+    served: Served, line: Line, open_terminal: Open, group: str
+) -> None:
+    report = worker_report(group=group, step=123_456, trained_rows=1_234_567, loss=12.3456)
+    line.ask(beat("target_server", 1, report=target_report()))
+    for index in range(2):
+        line.ask(beat("drafter_worker", 10 + index, instance=f"{group}-{index}", report=report,
+                      detail="step 123456"))  # fmt: skip
+    line.ask(beat("evaluator", 3, report=evaluator_report()))
+    served.until(lambda status: status["evaluators"])
+    code, lines = once(served.directory, 80)
+    assert code == 0
+    assert all(cell_len(text) <= 80 for text in lines)
+    tables = "\n".join(lines).split("\n\n")
+    for first, *heads in FIGURES:
+        shown = [word for table in tables if table.startswith(first) for word in table.split()]
+        assert [head for head in heads if head not in shown] == [], lines
+    names = {text.split()[0] for text in lines if text.startswith(group[:5]) and "12.3456" in text}
+    ends = sorted(name[-2:] for name in names)
+    assert ends == (["-0", "-1", "rs"] if group == LONG else ["-0", "-1", "in"]), names
+    assert all(ELLIPSIS in name for name in names) == (group == LONG)
+    assert re.search(r"12\.3456", "\n".join(open_terminal(80, 24).frame_with("12.3456")))
 
 
 def test_without_a_terminal_it_names_the_way_out(served: Served) -> None:
