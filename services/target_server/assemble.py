@@ -77,12 +77,10 @@ def open_server(
     tokenizer = load_tokenizer(config.target)
     checks = CheckList()
     mask_token_id = check_vocabulary(checks, config.target, description, tokenizer)
-    kwargs = config.target.chat_template_kwargs
-    kind = Prompts if config.data.source == "prompts" else Conversations
-    conversations = kind(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
+    conversations = open_conversations(config, tokenizer)
     trial = RowStream(conversations, config.data)
     # How many rows answers will fill is not known before they are written.
-    total_rows = None if kind is Prompts else trial.count_rows()
+    total_rows = None if isinstance(conversations, Prompts) else trial.count_rows()
     schema = make_schema(config, description, layer_ids, resumable_template(config, tokenizer))
     if transport.name == "host":  # before minutes of loading and checks
         require_room(config.ring.num_slots, SlotLayout(schema).slot_bytes)
@@ -118,6 +116,13 @@ def open_server(
         summary=summary,
         stop=stop,
     )
+
+
+def open_conversations(config: TargetServerConfig, tokenizer: Tokenizer) -> Conversations:
+    """Index the data: conversations with answers, or prompts that the target is to answer."""
+    run, kwargs = config.run, config.target.chat_template_kwargs
+    kind = Prompts if config.data.source == "prompts" else Conversations
+    return kind(config.data, tokenizer, kwargs, run.seed, run.directory / "index")
 
 
 def open_ring(
