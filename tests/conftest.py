@@ -10,6 +10,9 @@ import pytest
 from common.lifecycle import heavy_imports
 from common.ring.segment import SEGMENT_DIRECTORY, SEGMENT_PREFIX
 
+# A control plane, for whoever asks for one.
+pytest_plugins = ["tests.control_planes"]
+
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
 

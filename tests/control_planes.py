@@ -1,21 +1,25 @@
 """A control plane as a process of its own, and a service's end of its socket, for tests."""
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 import zmq
 
 from common.contracts.codec import encode
 from common.contracts.control_messages import SERVICE_DECODER, ServiceReply
+from tests.forks import Fork, load_before_forks
 from tests.heartbeats import RUN
+from tests.rings import wait_until
 
 WATCHDOG_SECONDS = 30
+load_before_forks("services.control_plane.server")
 
 
 class Served:
@@ -23,13 +27,11 @@ class Served:
 
     def __init__(self, directory: Path, *settings: str) -> None:
         self.directory = directory
-        self.process = start(directory, *settings)
-        for line in self.process.stderr:
-            if match := re.search(r"serving on (http://\S+)", line):
-                break
-        else:
-            raise AssertionError(f"it ended with exit code {self.process.wait(WATCHDOG_SECONDS)}")
-        self.http = httpx.Client(base_url=match[1], timeout=WATCHDOG_SECONDS)
+        self.process, log = start(directory, *settings)
+        try:
+            self.http = client(self._address(log), WATCHDOG_SECONDS)
+        finally:
+            log.unlink()
 
     @property
     def token(self) -> str:
@@ -54,10 +56,22 @@ class Served:
         self.http.close()
         self.process.send_signal(signal_number)
         try:
-            self.process.communicate(timeout=WATCHDOG_SECONDS)
+            return self.process.wait(WATCHDOG_SECONDS)
         finally:
             self.process.kill()
-        return self.process.returncode
+
+    def _address(self, log: Path) -> str:
+        """Return where it says that it serves."""
+        said: list[str] = []
+
+        def has_begun() -> bool:
+            is_over = self.process.poll() is not None
+            said[:] = re.findall(r"serving on (http://\S+)\n", log.read_text())
+            assert said or not is_over, log.read_text()
+            return bool(said)
+
+        wait_until(has_begun, "it serves")
+        return said[0]
 
 
 class Line:
@@ -79,21 +93,58 @@ class Line:
         self._context.term()
 
 
-def start(directory: Path, *settings: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ringdraft-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def control_settings() -> tuple[str, ...]:
+    """Settings of the control plane that `served` starts."""
+    return ()
+
+
+@pytest.fixture
+def served(directory: Path, control_settings: tuple[str, ...]) -> Iterator[Served]:
+    served = Served(directory, *control_settings)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def line(served: Served) -> Iterator[Line]:
+    line = Line(served.directory)
+    yield line
+    line.close()
+
+
+def client(url: str = "", timeout: float = WATCHDOG_SECONDS) -> httpx.Client:
+    """Return a client that loads no certificates: that takes as long as a hundred requests."""
+    return httpx.Client(base_url=url, timeout=timeout, verify=False)
+
+
+def start(directory: Path, *settings: str) -> tuple[Fork, Path]:
+    """Return the process, forked, and the file that its output goes to."""
     values = (f"run.name={RUN}", f"run.directory={directory}", "control_plane.port=0", *settings)
-    command = [sys.executable, "-m", "services.control_plane"]
-    for value in values:
-        command += ["--set", value]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    arguments = [part for value in values for part in ("--set", value)]
+    descriptor, log = tempfile.mkstemp(prefix="ringdraft-test-", suffix=".log")
+    os.close(descriptor)
+    return Fork(
+        "services.control_plane", *arguments, environment=dict(os.environ), stdout=Path(log),
+        stderr=Path(log),
+    ), Path(log)  # fmt: skip
 
 
 def refusal(directory: Path, *settings: str) -> tuple[int, str]:
-    process = start(directory, *settings)
+    """Return exit code and output of a control plane that does not come to serve."""
+    process, log = start(directory, *settings)
     try:
-        _, text = process.communicate(timeout=WATCHDOG_SECONDS)
+        return process.wait(WATCHDOG_SECONDS), log.read_text()
     finally:
         process.kill()
-    return process.returncode, text
+        log.unlink()
 
 
 def samples(text: str) -> dict[str, float]:

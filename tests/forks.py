@@ -13,9 +13,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-LIGHT = ["pytest", "tests.ring_hammer"]
-HEAVY = [*LIGHT, "tests.heavy_modules"]
-FORKS.set_forkserver_preload(LIGHT)
+_LOADED = ["pytest", "tests.ring_hammer"]
+
+
+def load_before_forks(module: str) -> None:
+    """Have processes forked with a module in them. Call while modules are imported, not later."""
+    if module not in _LOADED:
+        _LOADED.append(module)
+        FORKS.set_forkserver_preload(_LOADED)
+
+
+FORKS.set_forkserver_preload(_LOADED)
 
 
 class Fork:

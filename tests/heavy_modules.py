@@ -7,13 +7,12 @@ from common.lifecycle import heavy_imports
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported
 
 with heavy_imports():
-    import fastapi  # noqa: F401
-    import uvicorn  # noqa: F401
-
+    import services.control_plane.server
     import services.drafter_worker.assemble
     import services.evaluator.evaluator
     import services.target_server.answered_rows
     import services.target_server.assemble
+    import services.target_server.doctor
     import services.target_server.prepare_view
     import services.target_server.server_answers
     import services.target_server.target_answers  # noqa: F401

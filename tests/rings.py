@@ -121,11 +121,16 @@ def segments_of(run: str) -> list[str]:
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout: float = WATCHDOG_SECONDS) -> None:
-    """Wait for something that must come to be; the watchdog is far beyond what it takes."""
-    deadline = time.monotonic() + timeout
+    """Wait for something that must come to be; the watchdog is far beyond what it takes.
+
+    It looks less often as time goes by: a look may be a request, and what is waited for needs the
+    core.
+    """
+    began_at = time.monotonic()
     while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.005)
+        waited = time.monotonic() - began_at
+        assert waited < timeout, f"not within {timeout} s: {what}"
+        time.sleep(min(0.005 + waited / 20, 0.1))
 
 
 class Reader:

@@ -13,21 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from common.ring.segment import SEGMENT_DIRECTORY
-from tests.forks import FORKS, HEAVY, Fork
+from tests.forks import Fork, load_before_forks
+from tests.live_runs import Live
 from tests.targets import make_tiny_target
 
 Process = subprocess.Popen[bytes] | Fork
 # A test's own time limit comes before it.
 END_SECONDS = 280.0
 # Whoever loads this module starts services; `ringdraft up` starts them as users do.
-FORKS.set_forkserver_preload(HEAVY)
+load_before_forks("tests.heavy_modules")
 FORKED = {
+    "services.control_plane",
     "services.drafter_worker",
     "services.drafter_worker.export",
     "services.target_server",
+    "services.target_server.doctor",
     "services.target_server.inspect",
     "services.target_server.prepare",
     "services.target_server.regenerate",
@@ -187,12 +188,10 @@ def watched(run: Path) -> Iterator[list[dict[str, Any]]]:
     stop = threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.1):
-            try:
-                url = json.loads((run / "control.json").read_text())["url"]
-                seen.append(httpx.get(f"{url}/status", timeout=5).json())
-            except (OSError, ValueError, httpx.HTTPError):
-                continue
+        with contextlib.closing(Live(run)) as live:
+            while not stop.wait(0.1):
+                if (status := live.status()) is not None:
+                    seen.append(status)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -1,14 +1,11 @@
 """A Chromium, and a control plane whose services may be silent for as long as a test takes."""
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from selenium import webdriver
 
 from tests.browser.chromium import Page, start_chromium, why_missing
-from tests.control_planes import Line, Served
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +24,5 @@ def page(driver: webdriver.Chrome) -> Iterator[Page]:
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ringdraft-test-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def served(directory: Path) -> Iterator[Served]:
-    served = Served(directory, "control_plane.heartbeat_seconds=60")
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def line(served: Served) -> Iterator[Line]:
-    line = Line(served.directory)
-    yield line
-    line.close()
+def control_settings() -> tuple[str, ...]:
+    return ("control_plane.heartbeat_seconds=60",)

@@ -1,36 +1,17 @@
 """The page before a real run under `ringdraft up`: its figures, and what its buttons do."""
 
-import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chromium import Page
-from tests.rings import wait_until
+from tests.live_runs import PATIENCE_SECONDS, Live
 from tests.runs import make_run, segments_of, start
 
 UP = "services.launcher.cli"
-PATIENCE_SECONDS = 150.0
-
-
-class Live:
-    """A run's control plane."""
-
-    def __init__(self, run: Path) -> None:
-        wait_until(lambda: (run / "control.json").exists(), "it serves", PATIENCE_SECONDS)
-        self.url = json.loads((run / "control.json").read_text())["url"]
-        self.token = (run / "control.token").read_text().strip()
-
-    def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/status", timeout=30).raise_for_status().json()
-
-    def wait(self, holds: Callable[[dict[str, Any]], Any], what: str) -> None:
-        wait_until(lambda: bool(holds(self.status())), what, PATIENCE_SECONDS)
 
 
 def press(page: Page, selector: str, *keys: str) -> None:
@@ -66,8 +47,9 @@ def test_the_page_shows_and_steers_a_run_to_its_end(page: Page, tmp_path: Path) 
     config = make_run(tmp_path, num_conversations=6000)
     brief = ("--set", "launcher.evaluate=false", "--set", "launcher.finish_seconds=1")
     up = start(UP, "up", "--config", config, "--workers", "2", *brief, log=tmp_path / "up.log")
+    live = Live(tmp_path / "run")
     try:
-        live = Live(tmp_path / "run")
+        live.wait(lambda s: True, "it serves")
         page.open(live.url)
         live.wait(lambda s: s["groups"] and s["groups"][0]["step"] > 4, "it trains")
         saved = live.status()["groups"][0]["last_checkpoint"]
@@ -92,6 +74,7 @@ def test_the_page_shows_and_steers_a_run_to_its_end(page: Page, tmp_path: Path) 
         kinds = {row["kind"] for row in page.table("events")}
         assert {"state", "join", "command", "checkpoint", "leave"} <= kinds
     finally:
+        live.close()
         if up.poll() is None:
             up.send_signal(signal.SIGTERM)
             up.wait(90)

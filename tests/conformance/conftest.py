@@ -1,5 +1,4 @@
-"""The rings that the suite runs over: each backing, with its readers here or in another process;
-and a control plane that is a process."""
+"""The rings that the suite runs over: each backing, with its readers here or in another process."""
 
 import contextlib
 import multiprocessing
@@ -16,7 +15,6 @@ import torch
 
 from common.ring.backings import BACKINGS
 from common.ring.owner import RingOwner
-from tests.control_planes import Line, Served
 from tests.rings import (
     Reader,
     RemoteReader,
@@ -108,24 +106,3 @@ def rings(request: pytest.FixtureRequest) -> Iterator[Rings]:
     line = request.getfixturevalue("other_process") if "two" in request.param else None
     with rings_in(request.param, line) as rings:
         yield rings
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    # Shorter than tmp_path, whose sockets could have paths of more than 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ringdraft-test-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def served(directory: Path) -> Iterator[Served]:
-    served = Served(directory)
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def line(served: Served) -> Iterator[Line]:
-    line = Line(served.directory)
-    yield line
-    line.close()

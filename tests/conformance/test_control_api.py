@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from schemathesis.config import SchemathesisConfig
@@ -15,7 +14,7 @@ from common.contracts.codec import encode
 from services.control_plane.history import History
 from services.control_plane.readings import FRESH_SECONDS
 from services.control_plane.status import Status
-from tests.control_planes import Line, Served, refusal
+from tests.control_planes import Line, Served, client, refusal
 from tests.heartbeats import beat, evaluator_report, goodbye, target_report, worker_report
 from tests.rings import wait_until
 
@@ -214,7 +213,7 @@ def test_many_scrapes_are_answered_by_few_readings(served: Served) -> None:
     times: set[float] = set()
 
     def scrape() -> None:
-        with httpx.Client(base_url=served.http.base_url) as http:
+        with client(str(served.http.base_url)) as http:
             for _ in range(20):
                 status = http.get("/status").raise_for_status().json()
                 times.add(status["time"])
@@ -236,7 +235,7 @@ def test_health_is_answered_while_scrapers_crowd(served: Served) -> None:
     done = threading.Event()
 
     def crowd() -> None:
-        with httpx.Client(base_url=served.http.base_url) as http:
+        with client(str(served.http.base_url)) as http:
             while not done.is_set():
                 http.get("/metrics")
 

@@ -4,7 +4,6 @@ Workers are stopped for most of the time, as if their GPU were slow, so that cor
 """
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.live_runs import Live
 from tests.rings import wait_until
 from tests.runs import Process, make_run, run_to_end, start
 
@@ -63,17 +62,14 @@ class Run:
     def __init__(self, directory: Path) -> None:
         config = make_run(directory, num_conversations=4000)
         self.directory = directory / "run"
+        self._live = Live(self.directory)
         self.process: Process = start(
             CLI, "up", "--config", config, "--set", "launcher.evaluate=false",
             log=directory / "up.log",
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        try:
-            url = json.loads((self.directory / "control.json").read_text())["url"]
-            return httpx.get(f"{url}/status", timeout=10).json()
-        except (OSError, ValueError, httpx.HTTPError):
-            return {}
+        return self._live.status() or {}
 
     def pids(self) -> list[int]:
         """Return the pids of workers that have stepped."""
@@ -81,6 +77,13 @@ class Run:
             worker["pid"] for worker in self.status().get("workers", [])
             if (worker["report"] or {}).get("step") and worker["exit_code"] is None
         ]  # fmt: skip
+
+    def close(self) -> None:
+        """Stop it, if it has not ended."""
+        self._live.close()
+        if self.process.poll() is None:
+            run_to_end(CLI, "stop", "--run", self.directory)
+        self.process.wait(60)
 
     def rate(self) -> float:
         """Return the tokens a second that are trained in the next seconds."""
@@ -94,9 +97,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path)
     yield run
-    if run.process.poll() is None:
-        run_to_end(CLI, "stop", "--run", run.directory)
-    run.process.wait(60)
+    run.close()
 
 
 @pytest.mark.hammer  # it compares rates, which other load on the machine changes

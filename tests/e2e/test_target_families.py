@@ -1,15 +1,16 @@
 """Targets of other families through real processes: trained on, or refused with code 2 and a way out."""
 
+import contextlib
 import json
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.live_runs import Live
 from tests.runs import make_run, run_to_end, segments_of, start, train
 from tests.targets import make_tiny_target
 
@@ -106,11 +107,11 @@ def test_the_control_plane_shows_what_a_failed_target_found(tmp_path: Path) -> N
     try:
         while not (run / "control.json").exists():
             time.sleep(0.05)
-        url = json.loads((run / "control.json").read_text())["url"]
         done = run_to_end(TARGET, "--config", config)
         assert done.returncode == 2, done.stderr
         assert "embedding row 280 holds NaN or infinity" in done.stderr
-        status = httpx.get(f"{url}/status", timeout=10).json()
+        with contextlib.closing(Live(run)) as live:
+            status = live.status()
     finally:
         control.kill()
         control.wait()

@@ -20,7 +20,7 @@ from common.ring.segment import SEGMENT_DIRECTORY, HostSegment
 from services.target_server.containers import Facts, judge
 from services.target_server.doctor import examine
 from services.target_server.finding import DoctorConfig, Finding
-from tests.runs import make_run
+from tests.runs import make_run, run_to_end
 from tests.seekers import GIB, machine
 
 
@@ -166,14 +166,12 @@ def test_a_machine_without_a_driver_says_at_places_what_to_do(
 def test_the_command_prints_one_json_line_and_its_exit_code_says_whether_all_is_well(
     config: Path,
 ) -> None:
-    command = [sys.executable, "-m", "services.target_server.doctor", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    command = ("services.target_server.doctor", "--config", config)
+    done = run_to_end(*command)
     line = json.loads(done.stdout)
     assert (done.returncode, line["failed"]) == (0, []), done.stderr
     assert len(line["findings"]) == 12
-    done = subprocess.run(
-        [*command, "--set", "run.device=cuda"], capture_output=True, text=True, check=False, timeout=120
-    )  # fmt: skip
+    done = run_to_end(*command, "--set", "run.device=cuda")
     assert done.returncode == (1 if json.loads(done.stdout)["failed"] else 0)
 
 
