@@ -17,6 +17,7 @@ from common.placement.place import PlaceSeeker
 from common.telemetry.control_link import ControlLink, Identity
 from common.telemetry.late import LateService
 from tests.heartbeats import RUN
+from tests.seekers import FAKE_NVML
 
 # A child of a test that died ends by itself.
 LIFE_SECONDS = 300.0
@@ -26,8 +27,15 @@ class ProgramConfig(Table):
     placement: PlacementTable = PlacementTable()
 
 
+def read_described_gpus() -> None:
+    """Have NVML be the described one: this process is forked, and may have loaded another."""
+    sys.path.insert(0, str(FAKE_NVML))
+    sys.modules.pop("pynvml", None)
+
+
 def main(stop: threading.Event) -> None:
     directory, service, instance, num_bytes, *settings = sys.argv[1:]
+    read_described_gpus()
     table = load(ProgramConfig, [], settings, environment={}).placement
     late = LateService()
     with ControlLink(

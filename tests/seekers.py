@@ -3,16 +3,18 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from common.contracts.placement_messages import Gpu
+from tests.forks import Fork, load_before_forks
+from tests.rings import wait_until
 
 GIB = 1 << 30
 FAKE_NVML = Path(__file__).parent / "fake_nvml"
 WATCHDOG_SECONDS = 100
+load_before_forks("common.placement.place")
 
 
 def gpu(index: int = 0, **fields: Any) -> Gpu:
@@ -49,18 +51,29 @@ class Seeker:
         service: str = "drafter_worker", num_bytes: int = 10 * GIB,
     ) -> None:  # fmt: skip
         self.instance = instance
-        command = (run, service, instance, str(num_bytes), *settings)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.placement_program", *map(str, command)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{instance}-", dir=run.parent))
+        self.process = Fork(
+            "tests.placement_program", str(run), service, instance, str(num_bytes), *settings,
+            environment=environment, stdout=self._folder / "said", stderr=self._folder / "log",
         )  # fmt: skip
 
     def answer(self) -> dict[str, str]:
         """Return the line that it says."""
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate(timeout=WATCHDOG_SECONDS)
-        return json.loads(line)
 
-    def end(self, signal_number: int = signal.SIGTERM) -> None:
+        def has_said() -> bool:
+            is_over = self.process.poll() is not None
+            has_line = self.said().endswith("\n")
+            assert has_line or not is_over, (self._folder / "log").read_text()
+            return has_line
+
+        wait_until(has_said, f"{self.instance} answers", WATCHDOG_SECONDS)
+        return json.loads(self.said())
+
+    def said(self) -> str:
+        """Return all that it has said."""
+        path = self._folder / "said"
+        return path.read_text() if path.exists() else ""
+
+    def end(self, signal_number: int = signal.SIGTERM) -> int:
         self.process.send_signal(signal_number)
-        self.process.communicate(timeout=WATCHDOG_SECONDS)
+        return self.process.wait(WATCHDOG_SECONDS)
