@@ -1,8 +1,12 @@
-"""A run needs prompts alone: the target writes the answers that the drafter learns from."""
+"""A run needs prompts alone: the target writes the answers that the drafter learns from.
+
+One run has an evaluator beside it, which scores each checkpoint and ends behind the last.
+"""
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,18 +31,47 @@ def options(config: Path, settings: list[str]) -> tuple[str | Path, ...]:
     return ("--config", config, *(part for setting in settings for part in ("--set", setting)))
 
 
-@pytest.mark.timeout(300)
-def test_one_command_trains_on_answers_that_nobody_wrote_down(tmp_path: Path) -> None:
-    done = run_to_end(
-        UP, "up", *options(*make_prompts(tmp_path, 60)), "--set", "launcher.evaluate=false"
-    )
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a run of one command, and its summary."""
+    folder = tmp_path_factory.mktemp("prompts")
+    config, settings = make_prompts(folder, 60)
+    settings += [
+        "launcher.follow=true", "training.keep_checkpoints=100", "training.checkpoint_steps=3",
+    ]  # fmt: skip
+    done = run_to_end(UP, "up", *options(config, settings))
     assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    return folder, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.timeout(300)
+def test_one_command_trains_on_answers_that_nobody_wrote_down(
+    ended: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, summary = ended
     assert summary["rows_published"] == summary["rows_trained"] > 10
     assert summary["rows_lost"] == 0
-    target = json.loads((tmp_path / "run" / "target-0.summary.json").read_text())
+    target = json.loads((folder / "run" / "target-0.summary.json").read_text())
     assert target["captured_tokens"] > 60 * 20
-    assert not segments_of(tmp_path)
+    assert not segments_of(folder)
+
+
+@pytest.mark.timeout(300)
+def test_a_follower_scores_every_checkpoint_and_keeps_the_best(
+    ended: tuple[Path, dict[str, Any]],
+) -> None:
+    run, summary = ended[0] / "run", ended[1]
+    series = run / "checkpoints" / "main" / "0"
+    steps = {path.name for path in series.glob("step-*")}
+    reports = [json.loads(path.read_text()) for path in (run / "evaluations").iterdir()]
+    lengths = {Path(report["checkpoint"]).name: report["acceptance_length"] for report in reports}
+    assert set(lengths) == steps
+    assert len(steps) > 3
+    assert "step-000000" in steps, "the baseline"
+    best = (series / "best").resolve().name
+    assert lengths[best] == max(lengths.values()) == summary["acceptance_length_best"]
+    assert summary["acceptance_length_before"] == lengths["step-000000"]
+    assert summary["acceptance_length_after"] == lengths[max(steps)]
 
 
 @pytest.mark.timeout(300)

@@ -2,15 +2,21 @@
 
 import json
 import signal
-import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start, train, watched
+from tests.runs import make_run, run_to_end, segments_of, start, target_names, watched
 
 UP = "services.launcher.cli"
+
+
+def trainer_state(run: Path, worker: int) -> dict[str, Any]:
+    newest = max((run / "checkpoints" / "main" / str(worker)).glob("step-*"))
+    return json.loads((newest / "trainer" / "state.json").read_text())
 
 
 def losses(run: Path, instance: str) -> list[float]:
@@ -18,15 +24,36 @@ def losses(run: Path, instance: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.timeout(300)
-def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None:
-    config = make_run(tmp_path, num_conversations=400)
-    with watched(tmp_path / "run") as seen:
-        done = run_to_end(UP, "up", "--config", config, "--workers", "2")
+@dataclass(frozen=True)
+class Ended:
+    """A run that one command has brought to its end, and what was seen of it."""
+
+    folder: Path
+    summary: dict[str, Any]
+    seen: list[dict[str, Any]]
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run of two targets and two workers."""
+    folder = tmp_path_factory.mktemp("one-command")
+    config = make_run(folder, num_conversations=400)
+    settings = ("--set", "target.replicas=2", "--set", "training.checkpoint_steps=50")
+    with watched(folder / "run") as seen:
+        done = run_to_end(UP, "up", "--config", config, "--workers", "2", *settings)
     assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    return Ended(folder, json.loads(done.stdout.strip().splitlines()[-1]), seen)
+
+
+@pytest.mark.timeout(300)
+def test_one_command_trains_evaluates_and_leaves_nothing(ended: Ended) -> None:
+    summary = ended.summary
     assert summary["rows_published"] == summary["rows_trained"] > 100
-    assert summary["rows_lost"] == 0
+    assert summary["rows_lost"] == summary["rows_open"] == 0
     assert summary["tokens_per_second"] > 0
     assert 1.0 <= summary["acceptance_length_before"] <= 4.0
     assert 1.0 <= summary["acceptance_length_after"] <= 4.0
@@ -34,22 +61,50 @@ def test_one_command_trains_evaluates_and_leaves_nothing(tmp_path: Path) -> None
     assert len(steps) == 2
     assert min(steps) > 0
     for instance in ("main-0", "main-1"):
-        curve = losses(tmp_path / "run", instance)
+        curve = losses(ended.run, instance)
         assert sum(curve[-3:]) < 0.85 * sum(curve[:3]), curve
-    running = [status for status in seen if len(status["workers"]) == 2]
-    (target,) = running[-1]["target"]["instances"]
-    checks = target["report"]["checks"]
-    assert {"tokenizer", "mask_token", "tables", "embedding", "head", "packing"} <= set(checks)
-    assert not any(text.startswith("warning") for text in checks.values()), checks
+    assert not segments_of(ended.folder)
+    assert not list(ended.run.glob("*.sock"))
+
+
+@pytest.mark.timeout(300)
+def test_the_status_shows_what_each_target_has_checked_and_each_worker_does(ended: Ended) -> None:
+    running = [status for status in ended.seen if len(status["workers"]) == 2]
+    targets = running[-1]["target"]["instances"]
+    assert len(targets) == 2
+    for target in targets:
+        checks = target["report"]["checks"]
+        assert {"tokenizer", "mask_token", "tables", "embedding", "head", "packing"} <= set(checks)
+        assert not any(text.startswith("warning") for text in checks.values()), checks
     assert any(
         all(w["report"] and w["report"]["step"] > 0 for w in status["workers"])
         for status in running
     )
     reports = [worker["report"] for worker in running[-1]["workers"]]
     assert all(0 < report["seconds_to_first_step"] < 300 for report in reports), reports
-    log = (tmp_path / "run" / "logs" / "worker-0.log").read_text()
+    log = (ended.run / "logs" / "worker-0.log").read_text()
     assert "first step " in log, log
-    assert not segments_of(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_the_rows_of_two_targets_add_up(ended: Ended) -> None:
+    total = ended.summary["rows_published"]
+    accounts = [
+        json.loads((ended.run / f"{name}.summary.json").read_text())["groups"]["main"]
+        for name in target_names(2)
+    ]
+    first, second = (account["rows_published"] for account in accounts)
+    assert first + second == total
+    assert first - second in (0, 1), "rows take turns"
+    trained = [trainer_state(ended.run, worker)["trained_rows"] for worker in (0, 1)]
+    assert sum(trained) == total
+    both = [status for status in ended.seen if len(status["rings"]) == 2]
+    assert both
+    assert {ring["instance"] for ring in both[-1]["rings"]} == {"target-0", "target-1"}
+    assert {status["target"]["total_rows"] for status in both} == {total}
+    (group,) = both[-1]["groups"]
+    published = sum(ring["groups"][0]["published"] for ring in both[-1]["rings"])
+    assert group["account"]["published"] == published
 
 
 @pytest.mark.timeout(200)
@@ -112,34 +167,3 @@ def test_a_resumed_worker_goes_on_from_its_checkpoint_and_no_row_is_lost(tmp_pat
     worker = json.loads((tmp_path / "run" / "workers" / "main-0.summary.json").read_text())
     assert worker["trained_rows"] == account["rows_published"]
     assert (logs / "second.log").read_text().count("step-000000") == 0
-
-
-@pytest.mark.timeout(200)
-def test_a_finished_run_started_again_has_nothing_to_do_and_ends_cleanly(tmp_path: Path) -> None:
-    config = make_run(tmp_path, num_conversations=60)
-    (first,) = train(config)
-    assert first["groups"]["main"]["rows_trained"] > 0
-    done = run_to_end(UP, "up", "--config", config, "--set", "launcher.evaluate=false")
-    assert done.returncode == 0, done.stderr
-    second = json.loads(done.stdout.splitlines()[-1])
-    assert second["rows_published"] == second["rows_lost"] == 0
-
-
-def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
-    config = make_run(tmp_path, num_conversations=20_000)
-    log = tmp_path / "launcher.log"
-    run = start(UP, "up", "--config", config, log=log)
-    metrics = tmp_path / "run" / "metrics" / "main-0.jsonl"
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text()):
-        assert time.monotonic() < deadline, log.read_text()
-        assert run.poll() is None, log.read_text()
-        time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    run.wait(60)
-    assert not segments_of(tmp_path), log.read_text()
-    assert "Traceback" not in log.read_text()
-    steps = sorted((tmp_path / "run" / "checkpoints" / "main" / "0").glob("step-*"))
-    assert steps[-1].name != "step-000000", "a clean stop makes its last steps durable"
-    left = subprocess.run(["pgrep", "-f", str(config)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""

@@ -1,20 +1,12 @@
 """Runs with several target servers, each with a ring of its own, through real processes."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import make_run, run_to_end, segments_of, start, train, watched
-
-UP = ("services.launcher.cli", "up")
-
-
-def summary_of(done: subprocess.CompletedProcess) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+from tests.runs import make_run, run_to_end, start, train
 
 
 def account_of(directory: Path, target: int) -> dict[str, int]:
@@ -25,34 +17,6 @@ def account_of(directory: Path, target: int) -> dict[str, int]:
 def trainer_state(directory: Path, worker: int = 0) -> dict[str, Any]:
     steps = sorted((directory / "run" / "checkpoints" / "main" / str(worker)).glob("step-*"))
     return json.loads((steps[-1] / "trainer" / "state.json").read_text())
-
-
-@pytest.mark.timeout(300)
-def test_one_command_runs_two_targets_whose_rows_add_up(tmp_path: Path) -> None:
-    config = make_run(tmp_path, num_conversations=300)
-    with watched(tmp_path / "run") as seen:
-        done = run_to_end(
-            *UP, "--config", config, "--set", "target.replicas=2", "--set",
-            "launcher.evaluate=false", "--set", "training.checkpoint_steps=50",
-        )  # fmt: skip
-    summary = summary_of(done)
-    accounts = [account_of(tmp_path, target) for target in (0, 1)]
-    assert summary["rows_published"] == summary["rows_trained"] > 80
-    assert summary["rows_lost"] == summary["rows_open"] == 0
-    first, second = (account["rows_published"] for account in accounts)
-    assert (first + second, first - second) == (summary["rows_published"], first - second)
-    assert first - second in (0, 1), "rows take turns"
-    worker = trainer_state(tmp_path)
-    assert worker["trained_rows"] == worker["consumed"]["low"] == summary["rows_published"]
-    both = [status for status in seen if len(status["rings"]) == 2]
-    assert both
-    assert {ring["instance"] for ring in both[-1]["rings"]} == {"target-0", "target-1"}
-    assert {status["target"]["total_rows"] for status in both} == {summary["rows_published"]}
-    (group,) = both[-1]["groups"]
-    published = sum(ring["groups"][0]["published"] for ring in both[-1]["rings"])
-    assert group["account"]["published"] == published
-    assert not segments_of(tmp_path)
-    assert not list((tmp_path / "run").glob("*.sock"))
 
 
 def train_in_part(config: Path) -> None:
