@@ -1,7 +1,9 @@
 """A run that is killed at any point and started again ends as one that was not."""
 
+import functools
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,11 +36,19 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def run_straight(directory: Path, *settings: str) -> Path:
-    config = make_run(directory, num_conversations=NUM_CONVERSATIONS)
-    with Life(config, *settings) as life:
-        life.wait_for_end()
-    return directory / "run"
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what makes a run of a kind that nobody kills, once for all tests."""
+
+    @functools.cache
+    def run(kind: str) -> Path:
+        directory = tmp_path_factory.mktemp("straight")
+        config = make_run(directory, num_conversations=NUM_CONVERSATIONS)
+        with Life(config, *SETTINGS[kind]) as life:
+            life.wait_for_end()
+        return directory / "run"
+
+    return run
 
 
 def assert_equal(straight: Path, killed: Path) -> None:
@@ -72,22 +82,22 @@ def run_killed(directory: Path, names: tuple[str, ...], settings: tuple[str, ...
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_run_that_is_killed_at_random_points_ends_bit_equal(tmp_path: Path, kind: str) -> None:
-    straight = run_straight(tmp_path / "a", *SETTINGS[kind])
-    killed = run_killed(tmp_path / "b", ("target", "worker"), SETTINGS[kind])
+def test_a_run_that_is_killed_at_random_points_ends_bit_equal(
+    tmp_path: Path, straight: Callable[[str], Path], kind: str
+) -> None:
+    killed = run_killed(tmp_path, ("target", "worker"), SETTINGS[kind])
     assert any(line.get("is_resumed") for line in read_lines(killed))
-    assert_equal(straight, killed)
+    assert_equal(straight(kind), killed)
 
 
 @pytest.mark.parametrize("resume_wait", [0.2, 0.0])
 def test_a_target_that_is_killed_at_random_points_changes_no_bit(
-    tmp_path: Path, resume_wait: float
+    tmp_path: Path, straight: Callable[[str], Path], resume_wait: float
 ) -> None:
     """With no wait it gives rows out before the worker has said which of them it holds."""
     settings = (*SETTINGS["a step a row"], f"ring.resume_wait_seconds={resume_wait}")
-    straight = run_straight(tmp_path / "a", *settings)
-    killed = run_killed(tmp_path / "b", ("target",), settings)
-    assert_equal(straight, killed)
+    killed = run_killed(tmp_path, ("target",), settings)
+    assert_equal(straight("a step a row"), killed)
     account, state = account_of(killed), state_of(newest_of(killed))
     assert account["rows_before"] > 0
     assert account["rows_before"] + account["rows_trained"] == state["trained_rows"]

@@ -26,8 +26,12 @@ GROUPS: list[dict[str, dict[str, Any]]] = [
     {"main": {}, "other": {"policy": "skip", "group_timeout_seconds": 0.3}},
 ]
 NOISE = Noise(lost=0.05, repeated=0.05, swapped=0.05, delayed=0.1)
-# A sample each time; `make hammer` runs the rest.
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.hammer) for seed in range(20, 200))]
+# A sample each time, each number of attempts with each kind of groups; `make hammer` runs the rest.
+SAMPLE = 12
+SEEDS = [
+    *range(SAMPLE),
+    *(pytest.param(seed, marks=pytest.mark.hammer) for seed in range(SAMPLE, 200)),
+]
 
 
 class Schedule:

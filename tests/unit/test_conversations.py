@@ -152,13 +152,17 @@ message_lists = st.lists(
 )
 
 
+@pytest.fixture(scope="module")
+def one_conversation(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return conversations(write(folder / "data.jsonl", [{"messages": turns()}]))
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(message_lists)
-def test_no_message_raises_anything_but_its_rejection(tmp_path_factory, messages):
-    path = tmp_path_factory.getbasetemp() / "one.jsonl"
-    source = conversations(path if path.exists() else write(path, [{"messages": turns()}]))
+def test_no_message_raises_anything_but_its_rejection(one_conversation, messages):
     with contextlib.suppress(RowRejectedError):
-        assert source.samples_of(0, {"messages": messages})
+        assert one_conversation.samples_of(0, {"messages": messages})
 
 
 def test_a_sample_is_read_again_by_its_id(tmp_path):

@@ -1,8 +1,6 @@
 """An export is whole or not there, equal to its checkpoint, and refused where it would be misread."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from common.folders import whole_folder
 from common.target.loading import describe_target
 from services.drafter_worker.export import ExportTable, find_target
 from tests.drafters import make_drafter, make_spec
+from tests.runs import run_to_end
 from tests.targets import make_tiny_target
 
 TARGET = TargetReference("a/target", ("LlamaForCausalLM",))
@@ -167,9 +166,16 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert beside(tmp_path) == ["a"]
 
 
-def command(*options: object) -> tuple[int, str, str]:
-    line = [sys.executable, "-m", "services.launcher.cli", "export", *map(str, options)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+def command(**table: object) -> tuple[int, str, str]:
+    """Run what `ringdraft export` becomes."""
+    options = [part for key, value in table.items() for part in ("--set", f"export.{key}={value}")]
+    done = run_to_end("services.drafter_worker.export", *options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def verb(*options: object) -> tuple[int, str, str]:
+    """Run `ringdraft export`."""
+    done = run_to_end("services.launcher.cli", "export", *map(str, options))
     return done.returncode, done.stdout, done.stderr
 
 
@@ -190,7 +196,7 @@ def test_the_command_takes_the_runs_own_target_and_names_what_it_wrote(
     tmp_path: Path, of_a_run: Path
 ) -> None:
     out = tmp_path / "new" / "out"
-    code, stdout, stderr = command("--checkpoint", of_a_run, "--to", "speculators", "--out", out)
+    code, stdout, stderr = command(checkpoint=of_a_run, to="speculators", out=out)
     assert (code, stderr) == (0, "")
     summary = json.loads(stdout)
     assert summary["directory"] == str(out)
@@ -211,7 +217,7 @@ def test_a_folder_is_named_in_full_to_readers(
 
 def test_the_command_refuses_another_target_in_one_line(tmp_path: Path, of_a_run: Path) -> None:
     other = make_tiny_target(tmp_path / "other", hidden_size=32)
-    code, stdout, stderr = command(
+    code, stdout, stderr = verb(
         "--checkpoint", of_a_run, "--to", "speculators", "--out", tmp_path / "out",
         "--target", other,
     )  # fmt: skip
@@ -219,8 +225,6 @@ def test_the_command_refuses_another_target_in_one_line(tmp_path: Path, of_a_run
     assert "hidden_size got 48, expected 32" in stderr
     assert "Traceback" not in stderr
     (of_a_run / "run.json").unlink()
-    code, _, stderr = command(
-        "--checkpoint", of_a_run, "--to", "speculators", "--out", tmp_path / "out"
-    )
+    code, _, stderr = command(checkpoint=of_a_run, to="speculators", out=tmp_path / "out")
     assert (code, "--target" in stderr) == (2, True)
     assert not (tmp_path / "out").exists()
