@@ -266,9 +266,10 @@ def check_port(config: DoctorConfig, name: str) -> Finding:
 
 
 def _gpu_fix() -> str:
+    bare, key = _DRIVER, _GPU_KEY
     if _version("nvidia-ml-py") is None:
-        return f"pip install 'ringdraft[gpu]'; or {_ON_CPU}"
-    return fix_here(_ON_CPU, bare=_DRIVER, compose=_GPU_KEY)
+        bare, key = "pip install 'ringdraft[gpu]'", f"{key}, and whose EXTRAS has `gpu`"
+    return fix_here(_ON_CPU, bare=bare, compose=key)
 
 
 def _place_fix(*, sees_none: bool) -> str:
