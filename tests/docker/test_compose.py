@@ -20,9 +20,11 @@ TOKEN = "hf_test_of_a_secret"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engine() -> None:
+def images() -> None:
+    """Images of this tree, also for one test alone."""
     if reason := why_no_engine():
         pytest.skip(reason)
+    Stack("build").compose("build")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     secret.write_text(TOKEN)
     secret.chmod(0o644)
     stack = Stack("run", HF_TOKEN_FILE=str(secret))
-    stack.compose("build")
     yield stack
     stack.down()
 
