@@ -111,6 +111,10 @@ class GroupRun:
         steps = sorted((self.directory / "checkpoints" / "main" / "0").glob("step-*"))
         return dict(json.loads((steps[-1] / "trainer" / "state.json").read_text()))
 
+    def num_saved(self, names: str) -> int:
+        """Return how many checkpoints these have written."""
+        return sum(self.log(name).count(": checkpoint /") for name in names)
+
     def account(self) -> dict[str, Any]:
         """Return the target's account of the group."""
         summary = json.loads((self.directory / "target-0.summary.json").read_text())

@@ -129,7 +129,7 @@ def _run_state(
         return "draining"
     # One that is silent may only be late: its successor, which has none yet, takes its place.
     has_ring = any(_ring_of(view) is not None for view in targets if not _is_gone(view))
-    trains = any(_trains(view, has_ring=has_ring) for view in workers if _is_live(view))
+    trains = any(_trains(view, has_ring=has_ring) for view in workers if not _is_gone(view))
     return "running" if trains else "starting"
 
 

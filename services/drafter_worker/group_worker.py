@@ -376,7 +376,8 @@ class GroupWorker(DrafterWorker):
         """Whether nobody needs this worker, nor it the others."""
         if all(word.is_drained for word in words.all):
             return True
-        is_safe = not self._brought() and not self._uncommitted
+        # Exchanges without a row of this worker need no checkpoint of their own.
+        is_safe = not self._brought() and not any(rows for _, rows in self._uncommitted)
         return (self._is_leaving() and is_safe and not words.behind) or self._has_left_in_vain()
 
     def _has_left_in_vain(self) -> bool:

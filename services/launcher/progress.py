@@ -21,6 +21,8 @@ _LINE_SECONDS = 5.0
 _ENDS = ("consumed", "skipped", "poison")
 # A loaded machine is late with some heartbeats; and a process that ends is told by who started it.
 _SILENCE_SECONDS = 10.0
+# A run's control plane is on this machine: a proxy that the environment names does not reach it.
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class StatusFeed:
@@ -144,7 +146,7 @@ def fetch_status(directory: Path) -> dict[str, Any] | None:
     if url is None:
         return None
     try:
-        with urllib.request.urlopen(f"{url}/status", timeout=_TIMEOUT_SECONDS) as answer:
+        with open_url(f"{url}/status", timeout=_TIMEOUT_SECONDS) as answer:
             status = json.load(answer)
     except (OSError, ValueError):  # URLError and timeouts are OSErrors
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.errors import ConfigError, RingdraftError
 from common.lifecycle import EXIT_CLEAN, STACKS_SIGNAL
-from services.launcher.progress import fetch_status
+from services.launcher.progress import fetch_status, open_url
 from services.launcher.rundir import control_token, control_url, find_run, launcher_pid
 
 _TIMEOUT_SECONDS = 5.0
@@ -67,7 +67,7 @@ def _ask(directory: Path, instance: str) -> None:
         headers={"authorization": f"Bearer {control_token(directory)}"},
     )
     try:
-        urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS).close()
+        open_url(request, timeout=_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError as error:
         with error:
             detail = json.load(error).get("detail", error.reason)

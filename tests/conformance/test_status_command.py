@@ -20,7 +20,8 @@ def show(directory: Path, width: int) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "services.launcher.cli", "status", "--run", str(directory)],
         capture_output=True, text=True, timeout=WATCHDOG_SECONDS, check=True,
-        env={**os.environ, "COLUMNS": str(width)},
+        # A proxy for the world outside is no way to a control plane of this machine.
+        env={**os.environ, "COLUMNS": str(width), "http_proxy": "http://127.0.0.1:9"},
     )  # fmt: skip
     return done.stdout
 

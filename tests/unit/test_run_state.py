@@ -63,6 +63,18 @@ def test_a_run_is_starting_until_a_target_has_a_ring_for_workers_that_wait(
     assert status_of(registry).run.state == "starting"
 
 
+def test_a_run_whose_worker_is_late_runs_and_says_why_it_is_not_ready() -> None:
+    now = [100.0]
+    registry = Registry(RUN, 2.0, clock=lambda: now[0])
+    registry.take_heartbeat(beat("target_server", 1, report=target_report()))
+    registry.take_heartbeat(beat("drafter_worker", 2, report=worker_report()))
+    now[0] += 30.0
+    registry.take_heartbeat(beat("target_server", 1, 2, report=target_report()))
+    status = status_of(registry)
+    assert status.run.state == "running"
+    assert "is silent" in status.not_ready_reason
+
+
 def test_a_worker_that_waits_for_a_gpu_does_not_run(registry: Registry) -> None:
     registry.take_heartbeat(beat("target_server", 1, report=target_report()))
     registry.take_heartbeat(beat("drafter_worker", 2, phase="waiting", detail="no GPU has room"))
