@@ -55,34 +55,38 @@ def gpu_copy_rates(num_bytes: int, gpu: int) -> dict[str, float]:
 
     By the GPU's clock, without messages: bytes a second, `both` in each direction of the two.
     """
-    name = f"{SEGMENT_PREFIX}bench-{os.getpid()}-{'0' * 8}-{secrets.randbits(64):016x}"
-    segment = CudaSegment.create(name, NUM_SLOTS, num_bytes, gpu=gpu)
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
-    try:
+    with _segment(num_bytes, gpu) as segment:
         write = _time_on_gpu(segment, source, is_write=True)
-        read = _read_rate(segment, gpu)
-        with _process("ring", str(gpu), first_line=encode(segment.ref).hex()) as (go, result):
+        with _reader(segment, gpu) as (go, result):
+            go()
+            read = result()
+        with _reader(segment, gpu) as (go, result):
             go()
             at_once = min(_time_on_gpu(segment, source, is_write=True), result())
-    finally:
-        segment.close()
     return {"write": write, "read": read, "both": at_once}
 
 
 def peer_copy_rate(num_bytes: int, gpu: int, reader: int) -> float:
     """Return bytes a second of copies out of a GPU's ring by a process on another, by that one's clock."""
-    name = f"{SEGMENT_PREFIX}bench-{os.getpid()}-{'0' * 8}-{secrets.randbits(64):016x}"
-    segment = CudaSegment.create(name, NUM_SLOTS, num_bytes, gpu=gpu)
-    try:
-        return _read_rate(segment, reader)
-    finally:
-        segment.close()
-
-
-def _read_rate(segment: CudaSegment, reader: int) -> float:
-    with _process("ring", str(reader), first_line=encode(segment.ref).hex()) as (go, result):
+    with _segment(num_bytes, gpu) as segment, _reader(segment, reader) as (go, result):
         go()
         return result()
+
+
+@contextlib.contextmanager
+def _segment(num_bytes: int, gpu: int) -> Iterator[CudaSegment]:
+    """Open a ring's memory on a GPU."""
+    name = f"{SEGMENT_PREFIX}bench-{os.getpid()}-{'0' * 8}-{secrets.randbits(64):016x}"
+    with contextlib.closing(CudaSegment.create(name, NUM_SLOTS, num_bytes, gpu=gpu)) as segment:
+        yield segment
+
+
+def _reader(
+    segment: CudaSegment, gpu: int
+) -> contextlib.AbstractContextManager[tuple[Callable[[], None], Callable[[], float]]]:
+    """Start a process that copies out of the segment's slots to its own GPU."""
+    return _process("ring", str(gpu), first_line=encode(segment.ref).hex())
 
 
 def _copy_rate(

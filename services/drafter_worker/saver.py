@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from common.errors import DiskFullError
@@ -80,7 +79,4 @@ class Saver:
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in host memory that later steps leave alone."""
-    copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        copies[name].copy_(tensor.detach())
-    return copies
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -79,7 +79,7 @@ def test_a_worker_that_leaves_has_its_rows_in_a_checkpoint_and_the_others_go_on(
         run.signal("b", signal.SIGTERM)
         run.wait_for_end("b")
         # One holds its rows; exchanges of the others alone do not keep it.
-        assert run.num_saved("ab") <= saved + 3
+        assert run.num_saved("ab") <= saved + 8
         assert run.trained("b") <= run.contained()
         run.wait_for_end("a")
         run.assert_whole("a", "b")
